@@ -1,0 +1,238 @@
+"""Hold a run's description: frozen records, one for each section of the YAML file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import field, frozen
+
+
+@frozen
+class ModelSpec:
+    """Describe a decoder. ``preset`` names the family whose values fill what the file leaves out.
+
+    vocab_size: ids that exist; None takes the tokenizer's. pad_vocab_to: rows of the table are rounded up to a multiple.
+    kv_heads, head_dim, ffn: None means heads, width / heads, and the family's usual multiple of the width.
+    """
+
+    preset: str = "llama"
+    vocab_size: int | None = None
+    pad_vocab_to: int = 1
+    width: int = 384
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    context: int = 1024
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    rope_theta: float = 10000.0
+    mlp: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "swiglu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    tied: bool = True
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+
+@frozen
+class TokenizerSpec:
+    """Train a tokenizer of ``kind`` with ``vocab_size`` ids on the training split, or take ``file`` (a tokenizer.json)."""
+
+    kind: Literal["bpe", "wordpiece", "unigram"] = "bpe"
+    vocab_size: int = 4096
+    file: str | None = None
+
+
+@frozen
+class FimSpec:
+    """Rearrange a share ``rate`` of the documents as prefix, suffix, middle (Bavarian et al. 2022, arXiv 2207.14255).
+
+    spm_rate: the share of those written suffix first. spans: cut at any character, or only at line starts.
+    """
+
+    rate: float = 0.0
+    spm_rate: float = 0.5
+    spans: Literal["character", "line"] = "character"
+
+
+@frozen
+class SetSpec:
+    """Name the sources of one token store: files, directories, globs, or ``stdlib:code`` / ``stdlib:prose`` / ``stdlib:``.
+
+    text: the field that holds the text in jsonl and parquet. weight: the set's share of a mixture.
+    """
+
+    sources: list[str]
+    text: str = "text"
+    weight: float = 1.0
+    clean: bool = False
+    deduplicate: bool = True
+    fim: FimSpec = field(factory=FimSpec)
+
+
+@frozen
+class SplitSpec:
+    """Send these shares of the documents to validation and test, by a hash of the document."""
+
+    validation: float = 0.02
+    test: float = 0.0
+
+
+@frozen
+class DataSpec:
+    """Describe the text of a run and how rows are cut from it.
+
+    dir: where ``ironfn prepare`` writes the tokenizer and the stores. length: tokens a row.
+    temperature: None mixes the sets by their weights, T by p proportional to tokens^(1/T).
+    attend: whether a token sees only its own document or the whole row before it.
+    bad_lines: whether a malformed line stops the preparation or is counted and passed over.
+    """
+
+    dir: str = "data"
+    sets: dict[str, SetSpec] = field(factory=lambda: {"stdlib": SetSpec(sources=["stdlib:"])})
+    tokenizer: TokenizerSpec = field(factory=TokenizerSpec)
+    split: SplitSpec = field(factory=SplitSpec)
+    length: int = 256
+    temperature: float | None = None
+    attend: Literal["document", "row"] = "document"
+    shuffle: bool = True
+    bad_lines: Literal["stop", "count"] = "stop"
+    workers: int = 1
+
+
+@frozen
+class AdamWSpec:
+    """Set AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@frozen
+class MuonSpec:
+    """Set Muon (Jordan 2024). scale: Keller Jordan's sqrt(max(1, rows / columns)) or Moonshot's 0.2 sqrt(max)."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    steps: int = 5
+    weight_decay: float = 0.1
+    scale: Literal["jordan", "moonshot"] = "moonshot"
+    lr_factor: float = 1.0
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+
+@frozen
+class ScheduleSpec:
+    """Set the learning rate over the run: ``warmup`` steps up, then ``kind`` down to ``final`` x lr at the last step.
+
+    decay_steps: the length of the last phase of ``wsd``. power: the exponent of ``polynomial``.
+    """
+
+    kind: Literal["constant", "linear", "cosine", "polynomial", "wsd"] = "cosine"
+    warmup: int = 0
+    final: float = 0.1
+    decay_steps: int = 0
+    power: float = 1.0
+
+
+@frozen
+class OptimSpec:
+    """Choose the optimizer. groups: path regex -> one of muon, muon_no_decay, adamw, adamw_no_decay; first match wins."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 3e-4
+    clip: float | None = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    schedule: ScheduleSpec = field(factory=ScheduleSpec)
+    adamw: AdamWSpec = field(factory=AdamWSpec)
+    muon: MuonSpec = field(factory=MuonSpec)
+    groups: dict[str, Literal["muon", "muon_no_decay", "adamw", "adamw_no_decay"]] = field(factory=dict)
+
+
+@frozen
+class MeshSpec:
+    """Give the number of ranks along each axis."""
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+
+
+@frozen
+class PrecisionSpec:
+    """State the dtypes: of the stored parameters, of the matrix products, and which leaves (path regex) compute in float32.
+
+    bfloat16 parameters are trained through float32 master weights.
+    """
+
+    params: Literal["float32", "bfloat16"] = "float32"
+    compute: Literal["float32", "bfloat16"] = "float32"
+    keep_float32: list[str] = field(factory=lambda: ["norm"])
+
+
+@frozen
+class TrainSpec:
+    """Set the loop: ``steps`` of ``batch`` rows, computed ``micro_batch`` rows at a time (None: all at once).
+
+    remat: recompute each block in the backward pass. noise_scale_every: steps between measurements of the gradient
+    noise scale (McCandlish et al. 2018, arXiv 1812.06162); None measures never.
+    """
+
+    steps: int = 1000
+    batch: int = 8
+    micro_batch: int | None = None
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    precision: PrecisionSpec = field(factory=PrecisionSpec)
+    compile: bool = False
+    remat: bool = False
+    loss_chunk: int = 512
+    noise_scale_every: int | None = None
+
+
+@frozen
+class CheckpointSpec:
+    """Save every ``every`` steps and at the end; keep the newest ``keep`` and each one at a multiple of ``keep_every``."""
+
+    every: int = 100
+    keep: int = 2
+    keep_every: int | None = None
+
+
+@frozen
+class ReportSpec:
+    """Watch the run. peak_flops: the device's peak in FLOP/s for MFU; None looks the GPU up by name or measures the CPU.
+
+    prompts: texts continued at each evaluation. trackers: besides metrics.jsonl.
+    """
+
+    log_every: int = 10
+    eval_every: int = 100
+    eval_rows: int = 64
+    prompts: list[str] = field(factory=list)
+    sample_tokens: int = 64
+    peak_flops: float | None = None
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = field(factory=list)
+
+
+@frozen
+class RunSpec:
+    """Describe one run, whole. ``name`` is the run's directory under ``out``."""
+
+    name: str = "run"
+    out: str = "runs"
+    model: ModelSpec = field(factory=ModelSpec)
+    data: DataSpec = field(factory=DataSpec)
+    optim: OptimSpec = field(factory=OptimSpec)
+    mesh: MeshSpec = field(factory=MeshSpec)
+    train: TrainSpec = field(factory=TrainSpec)
+    checkpoint: CheckpointSpec = field(factory=CheckpointSpec)
+    report: ReportSpec = field(factory=ReportSpec)

@@ -1,0 +1,48 @@
+"""Name the values that every room passes to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import field, frozen
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ironfn.mesh.axis import Mesh
+
+Params: TypeAlias = "dict[str, Tensor | Params]"
+"""A tree of tensors: nested dicts whose leaves are tensors. A leaf's name is its path, ``blocks/3/attn/wq``."""
+
+Flat: TypeAlias = "dict[str, Tensor]"
+"""A tree written as one dict from path to leaf."""
+
+Batch: TypeAlias = "dict[str, Tensor]"
+"""What one step sees. Rows come first in every tensor:
+
+``tokens``    int64 [rows, length]
+``targets``   int64 [rows, length], the id that position t has to predict (already shifted; any id where weight is 0)
+``weight``    float32 [rows, length], 0 where nothing is learned
+``position``  int64 [rows, length], the place inside the document
+``segment``   int64 [rows, length], the document's number inside its row, -1 on padding; absent: one document a row
+``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)
+"""
+
+
+@frozen
+class LossSum:
+    """Hold a loss as a sum and its weight, so that any split of a batch adds up to the whole.
+
+    total: 0-d tensor with a graph, the weighted sum over this part of the batch.
+    weight: 0-d tensor without one, the sum of the weights.
+    metrics: 0-d tensors that are sums too; their mean is taken over the same weight.
+    """
+
+    total: Tensor
+    weight: Tensor
+    metrics: dict[str, Tensor] = field(factory=dict)
+
+
+Loss: TypeAlias = "Callable[[Params, Batch, Mesh], LossSum]"
+Schedule: TypeAlias = Callable[[int], float]
+"""From the index of a step (0 is the first) to the learning rate of that step."""
