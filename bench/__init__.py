@@ -1,0 +1,1 @@
+"""Measure ironfn against its peers, side by side, in one run."""
