@@ -1,0 +1,87 @@
+"""Gather the commands under ``ironfn`` and turn their errors into exit codes.
+
+A command is a row of `COMMANDS`; its module is imported when it is called, so that ``ironfn --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from types import MappingProxyType
+from typing import NamedTuple
+
+import click
+
+from ironfn import __version__
+
+EX_CONFIG = 78
+"""The exit code of a faulty spec (sysexits.h)."""
+
+
+class Entry(NamedTuple):
+    """Say where a command lives (``module:attribute``, inside this package) and what it does, in a line."""
+
+    target: str
+    help: str
+
+
+COMMANDS = MappingProxyType(
+    {
+        "prepare": Entry("prepare:command", "Train or take the tokenizer and write the token stores of a spec."),
+        "pretrain": Entry("pretrain:command", "Train a language model from random weights, or resume one."),
+        "generate": Entry("generate:command", "Continue prompts with a trained model."),
+        "report": Entry("report:command", "Write a run's report.html and loss.png again from its metrics."),
+        "data": Entry("data:command", "Look into prepared data."),
+        "optim": Entry("optim:command", "Show which optimizer gets which parameter."),
+        "ckpt": Entry("ckpt:command", "List, verify and show checkpoints."),
+        "specs": Entry("specs:command", "List and show the specs that come with ironfn."),
+    }
+)
+
+
+class Modes(click.Group):
+    """Be a click group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            near = difflib.get_close_matches(cmd_name, COMMANDS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise click.UsageError(f"no command {cmd_name!r}{hint}", ctx)
+        module, _, attribute = COMMANDS[cmd_name].target.partition(":")
+        name = f"{__package__}.{module}"
+        try:
+            return getattr(importlib.import_module(name), attribute)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise click.UsageError(f"the command {cmd_name!r} is not part of this version", ctx) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            if ctx.params["traceback"]:
+                raise
+            from ironfn.spec.errors import SpecError
+
+            if isinstance(error, SpecError):
+                click.echo(str(error), err=True)
+                ctx.exit(EX_CONFIG)
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Modes, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--traceback", is_flag=True, help="Show where in the code an error was raised.")
+@click.version_option(__version__, prog_name="ironfn")
+def main(traceback: bool) -> None:
+    """Train language models with pure functions that give the same result on every mesh.
+
+    A run is described by one YAML file; `ironfn specs ls` lists those that come with ironfn.
+    """

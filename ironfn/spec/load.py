@@ -1,0 +1,206 @@
+"""Load the spec of a run from YAML files and overrides, or say everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path as File
+from typing import Any, get_origin
+
+from cattrs import Converter
+from ruamel.yaml import YAML
+
+from ironfn.spec.check import check
+from ironfn.spec.errors import Fault, Place, SpecError
+from ironfn.spec.hints import hint, matches
+from ironfn.spec.nodes import Node, Refused, parse, read
+from ironfn.spec.records import ModelSpec, RunSpec
+from ironfn.spec.structure import Path, Wrong, fields_of, show, structure
+
+Presets = Mapping[str, Mapping[str, object]]
+
+
+def load_spec(files: Sequence[File], overrides: Sequence[str], presets: Presets, ranks: int | None = None) -> RunSpec:
+    """Return the spec that the files describe, each overriding those before it, and the overrides all of them.
+
+    overrides: ``optim.lr=1e-4``, the value in YAML. presets: family name -> the fields of ``model`` that it sets where
+    the files do not. ranks: how many processes the mesh has to fill; None leaves that open.
+    Raise `SpecError` with every fault of every file, each with its place and a remedy.
+    """
+    faults: list[Fault] = []
+    merged = Node({}, Place(0, str(files[0]) if files else "spec"))
+    for node in _sources(files, overrides, faults):
+        merged = overlay(merged, node)
+    data = merged.plain()
+    faults += _fill_preset(data, merged, presets)
+    fields = fields_of(RunSpec)
+    spec, wrongs = _settle(data, fields)
+    for wrong in wrongs:
+        place = _place(merged, wrong.path, key=wrong.kind == "unknown")
+        what = hint(wrong.path, fields) if wrong.kind == "unknown" else wrong.what
+        faults.append(Fault(place, _dotted(wrong.path), what))
+    known_bad = [wrong.path for wrong in wrongs]
+    for paths, what in check(spec, ranks):
+        if not any(_overlap(path, bad) for path in paths for bad in known_bad):
+            given = next((path for path in paths if _given(merged, path)), paths[0])
+            faults.append(Fault(_place(merged, given), _dotted(paths[0]), what))
+    if faults:
+        raise SpecError(faults)
+    return spec
+
+
+def dump_spec(spec: RunSpec) -> str:
+    """Write a spec as the YAML text that `load_spec` reads back to the same record."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
+    yaml.allow_unicode = True
+    yaml.width = 10_000
+    yaml.representer.ignore_aliases = lambda data: True
+    text = io.StringIO()
+    yaml.dump(Converter().unstructure(spec), text)
+    return text.getvalue()
+
+
+def overlay(base: Node, top: Node) -> Node:
+    """Lay one tree over another: mappings join key by key, everything else is replaced."""
+    if top.value is None and isinstance(base.value, dict):
+        return base
+    if not isinstance(base.value, dict) or not isinstance(top.value, dict):
+        return top
+    joined = dict(base.value)
+    for key, (place, node) in top.value.items():
+        joined[key] = (place, overlay(joined[key][1], node) if key in joined else node)
+    return Node(joined, top.place)
+
+
+def _sources(files: Sequence[File], overrides: Sequence[str], faults: list[Fault]) -> list[Node]:
+    """Read what can be read, and note the rest as faults."""
+    nodes: list[Node] = []
+    for order, file in enumerate(files):
+        try:
+            node = parse(read(file, order), Place(order, str(file)), faults)
+        except Refused as refused:
+            faults.append(refused.fault)
+            continue
+        if node.value is None:
+            faults.append(Fault(node.place, "", "is empty; a spec needs at least one section, such as `train:`"))
+        elif not isinstance(node.value, dict):
+            faults.append(Fault(node.place, "", f"{show(node.plain())} is not a spec; write `section:` lines"))
+        else:
+            nodes.append(node)
+    for order, text in enumerate(overrides, len(files)):
+        try:
+            nodes.append(_override(text, Place(order, f"-s {text if len(text) <= 60 else text[:57] + '…'}"), faults))
+        except Refused as refused:
+            faults.append(refused.fault)
+    return nodes
+
+
+def _override(text: str, place: Place, faults: list[Fault]) -> Node:
+    """Turn ``a.b=value`` into the tree ``{a: {b: value}}``. In ``optim.groups`` the rest of the path is one key."""
+    path, equals, value = text.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise Refused(place, "is not KEY=VALUE; write for example optim.lr=1e-4")
+    fields = fields_of(RunSpec)
+    for depth in range(1, len(names)):
+        kind = next((kind for pattern, kind in fields.items() if matches(tuple(names[:depth]), pattern)), None)
+        value_kind = fields.get((*names[:depth], "*"))
+        if (
+            get_origin(kind) is dict
+            and (*names[:depth], "*") in fields
+            and not _is_record(value_kind, fields, names[:depth])
+        ):
+            names = [*names[:depth], ".".join(names[depth:])]
+            break
+    node = parse(value, place, faults)
+    for name in reversed(names):
+        node = Node({name: (place, node)}, place)
+    return node
+
+
+def _is_record(kind: Any, fields: Mapping[Path, Any], names: list[str]) -> bool:
+    return any(len(path) > len(names) + 1 and path[: len(names) + 1] == (*names, "*") for path in fields)
+
+
+def _fill_preset(data: Any, merged: Node, presets: Presets) -> list[Fault]:
+    """Put the family's values beneath what the files say of the model."""
+    model = data.get("model")
+    if model is None:
+        model = data["model"] = {}
+    if not presets or not isinstance(model, dict):
+        return []
+    name: Any = model.get("preset", ModelSpec().preset)
+    if not isinstance(name, str) or name in presets:
+        data["model"] = dict(presets.get(name, {})) | model
+        return []
+    near = difflib.get_close_matches(name, presets, 1)
+    what = f"{show(name)} is not one of {', '.join(presets)}" + (f"; did you mean {near[0]}?" if near else "")
+    return [Fault(_place(merged, ("model", "preset")), "model.preset", what)]
+
+
+def _settle(data: Any, fields: Mapping[Path, Any]) -> tuple[RunSpec, list[Wrong]]:
+    """Build the record, mending what does not fit, so that the values that do can still be checked."""
+    built = structure(data, RunSpec)
+    wrongs: list[Wrong] = built if isinstance(built, list) else []
+    while isinstance(built, list):
+        for wrong in built:
+            if wrong.kind == "missing":
+                kind = next(kind for pattern, kind in fields.items() if matches(wrong.path, pattern))
+                _set(data, wrong.path, (get_origin(kind) or kind)())
+            else:
+                _drop(data, wrong.path)
+        built = structure(data, RunSpec)
+    return built, wrongs
+
+
+def _set(data: Any, path: Path, value: object) -> None:
+    for name in path[:-1]:
+        data = data[name]
+    data[path[-1]] = value
+
+
+def _drop(data: Any, path: Path) -> None:
+    """Take out the value at a path, with the whole list that it is an item of."""
+    for name in path[:-1]:
+        if isinstance(data.get(name), list):
+            path = (name,)
+            break
+        data = data[name]
+    data.pop(path[-1], None)
+
+
+def _find(node: Node, path: Path) -> tuple[Place, Node, int]:
+    """Follow a path as far as the tree goes: the key's place, the node, and how many steps were left."""
+    at = node.place
+    for step, name in enumerate(path):
+        if isinstance(node.value, dict) and name in node.value:
+            at, node = node.value[str(name)]
+        elif isinstance(node.value, list) and isinstance(name, int) and name < len(node.value):
+            node = node.value[name]
+            at = node.place
+        else:
+            return at, node, len(path) - step
+    return at, node, 0
+
+
+def _place(merged: Node, path: Path, key: bool = False) -> Place:
+    """Return where a field's value stands, or its key, or where the nearest section that was given begins."""
+    at, node, left = _find(merged, path)
+    return at if key or left else node.place
+
+
+def _given(merged: Node, path: Path) -> bool:
+    return _find(merged, path)[2] == 0
+
+
+def _overlap(a: Path, b: Path) -> bool:
+    """Tell whether one path runs through the other."""
+    shared = min(len(a), len(b))
+    return a[:shared] == b[:shared]
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
