@@ -1,0 +1,58 @@
+"""Say what an optimizer is: two functions over trees, the second of which returns new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import frozen
+from torch import Tensor
+
+from ironfn import tree
+from ironfn.types import Params
+
+
+@frozen
+class Optimizer:
+    """Hold the two functions that make an optimizer.
+
+    init: params -> state, a tree of tensors whose counts are 0-d int64 tensors on the CPU.
+    update: (grads, state, params, lr) -> (params, state). It consumes its three trees: it may write the result into any
+    of their buffers, and the caller uses only what it returns (donation). A parameter without a gradient is returned as
+    it is, neither moved nor decayed; a gradient without a parameter is a KeyError.
+
+    It returns parameters and not updates: an update has no place for the fp32 copy that a bfloat16 parameter needs, nor
+    for one rank's share of the work, and adding it is three more passes over memory (docs/decisions.md).
+    """
+
+    init: Callable[[Params], Params]
+    update: Callable[[Params, Params, Params, float], tuple[Params, Params]]
+
+
+def pure(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that leaves its arguments as they are, by copying them first. The values are the same."""
+
+    def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
+        return optimizer.update(tree.clone(grads), tree.clone(state), tree.clone(params), lr)
+
+    return Optimizer(optimizer.init, update)
+
+
+def scale_lr(optimizer: Optimizer, factor: float) -> Optimizer:
+    """Return the optimizer that sees ``factor`` times the learning rate, as one group beside others."""
+
+    def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
+        return optimizer.update(grads, state, params, lr * factor)
+
+    return Optimizer(optimizer.init, update)
+
+
+def branch(node: Tensor | Params) -> Params:
+    """Take a node of a state for the tree that its optimizer put there."""
+    assert isinstance(node, dict)
+    return node
+
+
+def leaf(node: Tensor | Params) -> Tensor:
+    """Take a node of a state for the tensor that its optimizer put there."""
+    assert isinstance(node, Tensor)
+    return node
