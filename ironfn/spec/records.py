@@ -209,9 +209,10 @@ class CheckpointSpec:
 
 @frozen
 class ReportSpec:
-    """Watch the run. peak_flops: the device's peak in FLOP/s for MFU; None looks the GPU up by name or measures the CPU.
+    """Watch the run. peak_flops: one device's peak in FLOP/s, for MFU; None looks a GPU up by its name or measures it.
 
-    prompts: texts continued at each evaluation. trackers: besides metrics.jsonl.
+    log_every, eval_every: in steps. eval_rows: validation rows scored each time.
+    prompts: texts continued at each evaluation by ``sample_tokens`` tokens. trackers: besides metrics.jsonl.
     """
 
     log_every: int = 10

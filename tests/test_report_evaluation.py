@@ -1,0 +1,183 @@
+"""Evaluation: sums over tokens divided once, padding left out, no graph, no overflow."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ironfn.mesh.axis import SINGLE, Axis, Mesh
+from ironfn.report.evaluation import bits_per_byte, evaluate, target_bytes
+from ironfn.types import Batch, LossSum, Params
+
+NO_BYTES = torch.ones(16, dtype=torch.int64)
+
+
+def given_nats(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
+    """Be a loss whose nats of each token are in the batch."""
+    return LossSum((batch["nats"] * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def rows(*lengths_and_nats: tuple[int, float], length: int = 10) -> Batch:
+    nats = torch.full((len(lengths_and_nats), length), 1e9)
+    weight = torch.zeros(len(lengths_and_nats), length)
+    for row, (tokens, value) in enumerate(lengths_and_nats):
+        nats[row, :tokens] = value
+        weight[row, :tokens] = 1.0
+    return {"nats": nats, "weight": weight, "targets": torch.zeros_like(nats, dtype=torch.int64)}
+
+
+def test_the_loss_is_of_tokens_not_of_batches() -> None:
+    """10 tokens at 1.0 and 2 at 4.0 give 18 / 12, not the batch means' 2.5."""
+    result = evaluate(given_nats, {}, [rows((10, 1.0)), rows((2, 4.0))], SINGLE, NO_BYTES)
+    assert result.loss == 1.5
+    assert result.perplexity == pytest.approx(4.4817, abs=5e-5)
+    assert (result.tokens, result.bytes) == (12, 12)
+    assert result.bits_per_byte == pytest.approx(18 / 12 / math.log(2), rel=1e-15)
+
+
+@pytest.mark.parametrize("loss", [800.0, 1e30, math.inf])
+def test_a_huge_loss_has_an_infinite_perplexity(loss: float) -> None:
+    result = evaluate(given_nats, {}, [rows((1, loss))], SINGLE, NO_BYTES)
+    assert result.perplexity == math.inf
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_loss_that_is_no_number_stays_one_without_a_crash() -> None:
+    result = evaluate(given_nats, {}, [rows((1, math.nan))], SINGLE, NO_BYTES)
+    assert math.isnan(result.loss)
+    assert math.isnan(result.perplexity)
+    assert math.isnan(result.bits_per_byte)
+
+
+def test_bytes_are_those_of_scored_targets_whatever_the_others_hold() -> None:
+    byte_lengths = torch.tensor([0, 3, 1, 7])
+    batch: Batch = {
+        "targets": torch.tensor([[1, 2, 3, -100, 99]]),
+        "weight": torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0]]),
+        "nats": torch.ones(1, 5),
+    }
+    assert target_bytes(batch, byte_lengths).item() == 4
+    result = evaluate(given_nats, {}, [batch], SINGLE, byte_lengths)
+    assert result.bits_per_byte == pytest.approx(2 / math.log(2) / 4)
+    special = evaluate(given_nats, {}, [rows((3, 1.0))], SINGLE, byte_lengths)
+    assert math.isnan(special.bits_per_byte)
+    assert bits_per_byte(math.log(2.0) * 8, 4) == 2.0
+
+
+def test_a_set_without_targets_is_refused() -> None:
+    for batches in ([], [rows((0, 1.0))]):
+        with pytest.raises(ValueError, match="no target of weight above 0"):
+            evaluate(given_nats, {}, batches, SINGLE, NO_BYTES)
+
+
+# A real model with real padding, scored by its own library alone.
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return LlamaForCausalLM(config).double().eval()
+
+
+def texts() -> list[Tensor]:
+    made = torch.Generator().manual_seed(5)
+    return [torch.randint(64, (n,), generator=made) for n in (3, 9, 2, 12, 5, 7, 4, 12)]
+
+
+def padded(batch_texts: list[Tensor]) -> Batch:
+    shape = (len(batch_texts), 12)
+    tokens, targets, weight = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -100), torch.zeros(shape)
+    for row, text in enumerate(batch_texts):
+        tokens[row, : len(text)] = text
+        targets[row, : len(text) - 1] = text[1:]
+        weight[row, : len(text) - 1] = 1.0
+    return {"tokens": tokens, "targets": targets, "weight": weight}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_padded_texts_score_as_each_alone(llama: torch.nn.Module, size: int) -> None:
+    """Against each text alone, for every batch size; transformers' own loss is a float32 one."""
+
+    def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
+        logits = torch.func.functional_call(llama, params, (batch["tokens"],)).logits
+        assert not logits.requires_grad
+        nats = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none", ignore_index=-100)
+        return LossSum((nats * batch["weight"].flatten()).sum(), batch["weight"].sum())
+
+    theirs = sum(llama(text[None], labels=text[None]).loss.item() * (len(text) - 1) for text in texts())
+    alone = sum(F.cross_entropy(llama(text[None, :-1]).logits[0], text[1:], reduction="sum").item() for text in texts())
+    tokens = sum(len(text) - 1 for text in texts())
+    byte_lengths = torch.arange(64)
+    batches = [padded(texts()[at : at + size]) for at in range(0, 8, size)]
+    result = evaluate(loss, dict(llama.named_parameters()), batches, SINGLE, byte_lengths)
+    assert result.tokens == tokens
+    assert result.bytes == sum(int(text[1:].sum()) for text in texts())
+    assert result.loss == pytest.approx(alone / tokens, rel=1e-12)
+    assert result.loss == pytest.approx(theirs / tokens, rel=1e-7)
+    assert result.bits_per_byte == pytest.approx(alone / math.log(2) / result.bytes, rel=1e-12)
+
+
+def test_no_graph_is_kept() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    totals: list[Tensor] = []
+
+    def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
+        totals.append((weight * 2.0).sum())
+        return LossSum(totals[-1], torch.tensor(4.0), {"seen": weight.sum()})
+
+    result = evaluate(loss, {}, [rows((4, 0.0))] * 3, SINGLE, NO_BYTES)
+    assert [total.grad_fn for total in totals] == [None] * 3
+    assert result.loss == 2.0
+    assert result.metrics == {"seen": 1.0}
+    assert torch.is_grad_enabled()
+
+
+def test_many_small_sums_are_added_without_loss() -> None:
+    """In float32 the 10,000 small batches would vanish beside the large one."""
+    large = {"nats": torch.full((1, 1), 2.0**26), "weight": torch.ones(1, 1), "targets": torch.zeros(1, 1).long()}
+    small = {"nats": torch.full((1, 1), 1.0), "weight": torch.ones(1, 1), "targets": torch.zeros(1, 1).long()}
+    result = evaluate(given_nats, {}, [large] + [small] * 10_000, SINGLE, NO_BYTES)
+    assert result.loss == (2.0**26 + 10_000) / 10_001
+
+
+class Pair:
+    """Be the back end of one of two ranks that run as threads."""
+
+    def __init__(self, shared: list[Tensor | None], barrier: threading.Barrier, index: int) -> None:
+        self.shared, self.barrier, self.index = shared, barrier, index
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.shared[self.index] = x
+        self.barrier.wait(timeout=30)
+        total = self.shared[0] + self.shared[1]  # type: ignore[operator]
+        self.barrier.wait(timeout=30)
+        return total
+
+
+def test_two_ranks_give_the_scores_of_one_even_with_unequal_shares() -> None:
+    shares = [[rows((10, 1.0)), rows((3, 2.5)), rows((1, 8.0))], [rows((2, 4.0))]]
+    whole = evaluate(given_nats, {}, shares[0] + shares[1], SINGLE, NO_BYTES)
+    shared, barrier, results = [None, None], threading.Barrier(2), [None, None]
+
+    def run(index: int) -> None:
+        mesh = Mesh(dp=Axis("dp", 2, index, Pair(shared, barrier, index)))  # type: ignore[arg-type]
+        results[index] = evaluate(given_nats, {}, shares[index], mesh, NO_BYTES)  # type: ignore[call-overload]
+
+    ranks = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=60)
+    assert results == [whole, whole]
+    assert whole.loss == (10 + 7.5 + 8 + 8) / 16
