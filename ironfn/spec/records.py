@@ -40,17 +40,22 @@ class ModelSpec:
 
 @frozen
 class TokenizerSpec:
-    """Train a tokenizer of ``kind`` with ``vocab_size`` ids on the training split, or take ``file`` (a tokenizer.json)."""
+    """Train a tokenizer of ``kind`` with ``vocab_size`` ids on the training split, or take ``file`` (a tokenizer.json).
+
+    eos: the token of ``file`` that ends a document; None looks for a usual name.
+    """
 
     kind: Literal["bpe", "wordpiece", "unigram"] = "bpe"
     vocab_size: int = 4096
     file: str | None = None
+    eos: str | None = None
 
 
 @frozen
 class FimSpec:
-    """Rearrange a share ``rate`` of the documents as prefix, suffix, middle (Bavarian et al. 2022, arXiv 2207.14255).
+    """Rearrange a share ``rate`` of the training documents for fill-in-the-middle (Bavarian et al. 2022, arXiv 2207.14255).
 
+    Validation and test stay as written, so that their loss compares between runs.
     spm_rate: the share of those written suffix first. spans: cut at any character, or only at line starts.
     """
 
@@ -63,11 +68,14 @@ class FimSpec:
 class SetSpec:
     """Name the sources of one token store: files, directories, globs, or ``stdlib:code`` / ``stdlib:prose`` / ``stdlib:``.
 
-    text: the field that holds the text in jsonl and parquet. weight: the set's share of a mixture.
+    text: the field that holds the text in jsonl and parquet. split_on: what parts the documents of a text file, such as
+    a blank line ("\\n\\n"); None makes each file one document. weight: the set's share of a mixture.
+    clean: repair prose with ftfy (never program text). deduplicate: keep the first of documents with equal text.
     """
 
     sources: list[str]
     text: str = "text"
+    split_on: str | None = None
     weight: float = 1.0
     clean: bool = False
     deduplicate: bool = True
@@ -76,7 +84,10 @@ class SetSpec:
 
 @frozen
 class SplitSpec:
-    """Send these shares of the documents to validation and test, by a hash of the document."""
+    """Send these shares of the documents to validation and test, by a hash of the document's text.
+
+    So a document's split stays when others are added, and equal documents are never on both sides.
+    """
 
     validation: float = 0.02
     test: float = 0.0
@@ -90,6 +101,7 @@ class DataSpec:
     temperature: None mixes the sets by their weights, T by p proportional to tokens^(1/T).
     attend: whether a token sees only its own document or the whole row before it.
     bad_lines: whether a malformed line stops the preparation or is counted and passed over.
+    workers: threads that make batches ahead of the loop; 0 makes each when it is needed.
     """
 
     dir: str = "data"

@@ -1,0 +1,64 @@
+"""Open what ``ironfn prepare`` wrote as a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ironfn.data.dataset import Dataset
+from ironfn.data.order import shares
+from ironfn.data.preparation import TOKENIZER, read_manifest, store_path
+from ironfn.data.settings import check, differences, recipe
+from ironfn.data.store import TokenStore, open_store
+from ironfn.data.tally import SPLITS
+from ironfn.data.tokenizer import byte_lengths, load
+from ironfn.spec.records import DataSpec
+
+
+def open_dataset(spec: DataSpec, split: str) -> Dataset:
+    """Open a split of all the sets: ``train`` mixes them by weight or temperature; validation and test hold them all.
+
+    ValueError where the data are missing, damaged, empty, or were prepared with other settings than these.
+    """
+    check(spec)
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; there are {', '.join(SPLITS)}")
+    folder = Path(spec.dir)
+    manifest = read_manifest(folder)
+    changed = differences(manifest["recipe"], recipe(spec))
+    if changed:
+        raise ValueError(
+            f"{folder} was prepared with other settings ({'; '.join(changed)}); run `ironfn prepare` again"
+        )
+    path = folder / TOKENIZER
+    stores = {name: _open(folder, f"{name}/{split}", manifest) for name in spec.sets}
+    vocabulary = load(path, spec.tokenizer.eos)
+    if vocabulary.checksum != manifest["tokenizer_checksum"]:
+        raise ValueError(f"{path} is not the tokenizer that the stores were made with; run `ironfn prepare` again")
+    names = [n for n, store in stores.items() if store.tokens and (split != "train" or spec.sets[n].weight > 0)]
+    if not names:
+        raise ValueError(f"{folder}: the {split} split is empty; give more documents or a larger data.split.{split}")
+    used = tuple(stores[name] for name in names)
+    weights = [spec.sets[name].weight for name in names] if split == "train" else [1.0] * len(names)
+    return Dataset(
+        names=tuple(names),
+        stores=used,
+        shares=shares(weights, [store.tokens for store in used], spec.temperature),
+        length=spec.length,
+        attend=spec.attend,
+        shuffle=spec.shuffle,
+        vocab_size=vocabulary.size,
+        eos=vocabulary.eos,
+        byte_lengths=torch.from_numpy(byte_lengths(vocabulary)),
+        tokenizer=path,
+        checksum=xxhash.xxh3_64_intdigest(repr([vocabulary.checksum, *(store.checksum for store in used)]).encode()),
+    )
+
+
+def _open(folder: Path, name: str, manifest: dict[str, object]) -> TokenStore:
+    store = open_store(store_path(folder, name), name)
+    if store.recipe != manifest["recipe_code"] or store.tokenizer != manifest["tokenizer_checksum"]:
+        raise ValueError(f"{store.path} belongs to another preparation than {folder}; run `ironfn prepare` again")
+    return store

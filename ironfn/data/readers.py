@@ -1,0 +1,166 @@
+"""Read documents from files, one at a time, and say of everything that is no document what and where it is."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+from attrs import frozen
+
+from ironfn.data.sources import Source
+
+_BOM = b"\xef\xbb\xbf"
+_BLOCK = 1 << 20
+
+
+@frozen
+class Document:
+    """Hold one text, its UTF-8 bytes, and the place it came from, ``file:line``."""
+
+    text: str
+    utf8: bytes
+    place: str
+
+
+@frozen
+class Bad:
+    """Say what is wrong at a place, ``file:line``."""
+
+    place: str
+    what: str
+
+
+@frozen
+class Blank:
+    """Stand for a line, or a stretch between two separators, that holds white space only."""
+
+    place: str
+
+
+Item: TypeAlias = Document | Bad | Blank
+
+
+def read(source: Source, text: str, split_on: str | None) -> Iterator[Item]:
+    """Yield everything that a file holds, in its order, holding no more than one document (text files) in memory.
+
+    text: the field that holds the text in jsonl and parquet. split_on: what parts the documents of a text file; None
+    makes the file one document. A byte order mark at the start is dropped; line ends are kept as they are.
+    ValueError where the file as a whole cannot be read, as no count could then say what was lost.
+    """
+    try:
+        if source.kind == "jsonl":
+            yield from _jsonl(source.path, text)
+        elif source.kind == "parquet":
+            yield from _parquet(source.path, text)
+        elif source.kind == "topics":
+            topics = cast("dict[str, str]", importlib.import_module("pydoc_data.topics").topics)
+            yield from (_document(topic, f"{source.path}:{name}") for name, topic in sorted(topics.items()))
+        elif split_on is None:
+            with _open(source.path) as file:
+                yield _decode(file.read().removeprefix(_BOM), str(source.path), 1)
+        else:
+            yield from _parts(source.path, split_on.encode())
+    except (EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"{source.path}: cannot be read to its end: {error}; restore the file") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _document(text: str, place: str) -> Item:
+    try:
+        return Document(text, text.encode(), place)
+    except UnicodeEncodeError as error:
+        return Bad(place, f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}")
+
+
+def _decode(data: bytes, path: str, line: int) -> Item:
+    """Turn the bytes of a text file, which start on ``line``, into a document."""
+    at = data.find(0)
+    if at >= 0:
+        return Bad(f"{path}:{line + data.count(10, 0, at)}", "NUL byte: this is no text file")
+    try:
+        return Document(data.decode(), data, f"{path}:{line}")
+    except UnicodeDecodeError as error:
+        place = f"{path}:{line + data.count(10, 0, error.start)}"
+        return Bad(place, f"invalid UTF-8: byte 0x{data[error.start]:02X}")
+
+
+def _parts(path: Path, separator: bytes) -> Iterator[Item]:
+    """Cut a text file at a separator. Line ends that touch the separator belong to it."""
+    line, rest, first = 1, b"", True
+    with _open(path) as file:
+        while block := file.read(_BLOCK):
+            data = rest + block
+            if first:
+                data, first = data.removeprefix(_BOM), False
+            *parts, rest = data.split(separator)
+            for part in parts:
+                yield _part(part, path, line)
+                line += part.count(10) + separator.count(10)
+    if rest.strip():  # a separator at the end of the file closes its last document and opens none
+        yield _part(rest, path, line)
+
+
+def _part(part: bytes, path: Path, line: int) -> Item:
+    start = line + len(part[: len(part) - len(part.lstrip(b"\r\n"))].splitlines())
+    body = part.strip(b"\r\n")
+    return _decode(body, str(path), start) if body.strip() else Blank(f"{path}:{line}")
+
+
+def _jsonl(path: Path, text: str) -> Iterator[Item]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            data = line.removeprefix(_BOM) if number == 1 else line
+            place = f"{path}:{number}"
+            if not data.strip():
+                yield Blank(place)
+                continue
+            try:
+                yield _field(json.loads(data.decode()), text, place)
+            except UnicodeDecodeError as error:
+                yield Bad(place, f"invalid UTF-8: byte 0x{data[error.start]:02X} at byte {error.start} of the line")
+            except json.JSONDecodeError as error:
+                yield Bad(place, f"not JSON: {error.msg} at column {error.colno}")
+            except (RecursionError, ValueError) as error:
+                yield Bad(place, f"not JSON that can be read: {error}")
+
+
+def _field(row: Any, text: str, place: str) -> Item:
+    if not isinstance(row, dict):
+        return Bad(place, f"a JSON object with the field {text!r} belongs here, not {type(row).__name__}")
+    fields = cast("dict[str, Any]", row)
+    if text not in fields:
+        return Bad(place, f"no field {text!r}; the fields are {', '.join(map(repr, fields))}")
+    value = fields[text]
+    if not isinstance(value, str):
+        return Bad(place, f"the field {text!r} holds {type(value).__name__}, not a string")
+    return _document(value, place)
+
+
+def _parquet(path: Path, text: str) -> Iterator[Item]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise ValueError(f"{path}: to read parquet, pip install 'ironfn[parquet]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names: list[str] = file.schema_arrow.names
+            if text not in names:
+                raise ValueError(
+                    f"{path}: no column {text!r}; the columns are {', '.join(names)}; set the set's `text`"
+                )
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=[text]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield _field({text: value}, text, f"{path}:row {number}")
+    except arrow.ArrowException as error:
+        raise ValueError(f"{path}: not a whole parquet file: {error}") from error
