@@ -15,7 +15,6 @@ def check(spec: DataSpec) -> None:
     faults = [
         *_fault(bool(spec.sets), "sets", "{}", "name at least one set"),
         *_fault(spec.length >= 1, "length", spec.length, "1 or more tokens"),
-        *_fault(spec.workers >= 0, "workers", spec.workers, "0 or more"),
         *_fault(spec.temperature is None or spec.temperature > 0, "temperature", spec.temperature, "above 0, or null"),
         *_fault(_shares(spec), "split", spec.split, "shares of 0 or more that leave something to train on"),
         *_fault(any(s.weight > 0 for s in spec.sets.values()), "sets.*.weight", 0, "one of them above 0"),

@@ -54,7 +54,8 @@ def to_json(tally: Tally) -> dict[str, Any]:
 def from_json(values: Mapping[str, Any]) -> Tally:
     """Read what ``to_json`` gave. TypeError or KeyError where it did not."""
     splits = {name: SplitTally(**counts) for name, counts in values["splits"].items()}
-    return Tally(**{**values, "splits": splits})
+    counts: dict[str, Any] = {**values, "splits": splits}
+    return Tally(**counts)
 
 
 def describe(name: str, tally: Tally) -> list[str]:

@@ -101,7 +101,7 @@ class DataSpec:
     temperature: None mixes the sets by their weights, T by p proportional to tokens^(1/T).
     attend: whether a token sees only its own document or the whole row before it.
     bad_lines: whether a malformed line stops the preparation or is counted and passed over.
-    workers: threads that make batches ahead of the loop; 0 makes each when it is needed.
+    workers: threads that make batches ahead of the loop.
     """
 
     dir: str = "data"
