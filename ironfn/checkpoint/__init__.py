@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ironfn.checkpoint.files import DISK, Files
 from ironfn.checkpoint.keep import newest, prune, steps, tidy
 from ironfn.checkpoint.manifest import DamagedCheckpoint, Manifest
-from ironfn.checkpoint.shards import Problem, read_manifest, verify
+from ironfn.checkpoint.shards import Problem, read_manifest, step_of, verify
 
 if TYPE_CHECKING:
     from ironfn.checkpoint.read import Loaded, load, load_newest
@@ -29,6 +29,7 @@ __all__ = [
     "prune",
     "read_manifest",
     "save",
+    "step_of",
     "steps",
     "tidy",
     "verify",
