@@ -1,0 +1,25 @@
+"""Predict the next token: the loss of pretraining."""
+
+from __future__ import annotations
+
+from ironfn.loss.cross_entropy import cross_entropy
+from ironfn.mesh.axis import Mesh
+from ironfn.mesh.pairs import enter
+from ironfn.model.arch import Arch
+from ironfn.model.transformer import DEFAULT, Forward, head_weight, hidden
+from ironfn.types import Batch, Loss, LossSum, Params
+
+
+def lm_loss(arch: Arch, how: Forward = DEFAULT, *, chunk: int = 512) -> Loss:
+    """Return the loss (params, batch, mesh) -> sum over the targets of -log p(target) * weight, in nats.
+
+    The batch needs ``tokens``, ``targets`` and ``weight``; see `types.Batch`. Nothing is shifted here.
+    """
+
+    def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
+        x = enter(hidden(params, batch, arch, mesh, how), mesh)
+        w, weight = head_weight(params, arch), batch["weight"]
+        total = cross_entropy(x, w, batch["targets"], weight, mesh.tp, vocab=arch.vocab, chunk=chunk)
+        return LossSum(total, weight.sum())
+
+    return loss

@@ -1,0 +1,123 @@
+"""Let every position look at the positions before it, in its own document only.
+
+Shapes: q [rows, length, heads, head_dim]; k, v [rows, length, kv_heads, head_dim]; the result is shaped like q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional as F
+
+from ironfn import rng
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) -> mixed v, causal."""
+
+Attention: TypeAlias = "Callable[[Tensor | None], Attend]"
+"""From the batch's ``segment`` (None: each row is one document) to the function that all blocks of this forward call."""
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=k.shape[2] != q.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def spans(segment: Tensor) -> list[tuple[int, bool]]:
+    """Cut the flattened rows where the segment changes: (tokens, is text) one after the other.
+
+    A span never crosses a row; segment -1 is padding.
+
+    >>> spans(torch.tensor([[0, 0, 1, -1]]))
+    [(2, True), (1, True), (1, False)]
+    """
+    rows, length = segment.shape
+    edge = torch.ones_like(segment, dtype=torch.bool)
+    edge[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    starts = edge.flatten().nonzero().flatten()
+    sizes = torch.diff(starts, append=starts.new_tensor([rows * length]))
+    return list(zip(sizes.tolist(), (segment.flatten()[starts] >= 0).tolist(), strict=True))
+
+
+def by_span(segment: Tensor | None) -> Attend:
+    """Attend one document at a time: no mask is built, and the cost is what the documents cost.
+
+    Reads ``segment`` on the host: give it on the CPU when the rest is on a GPU.
+    """
+    if segment is None:
+        return _sdpa
+    found = spans(segment)
+    if all(size == segment.shape[1] and text for size, text in found):
+        return _sdpa
+    sizes = [size for size, _ in found]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pieces = zip(*(x.flatten(0, 1).split(sizes) for x in (q, k, v)), found, strict=True)
+        mixed = [
+            _sdpa(qs[None], ks[None], vs[None])[0] if text else torch.zeros_like(qs) for qs, ks, vs, (_, text) in pieces
+        ]
+        return torch.cat(mixed).view_as(q)
+
+    return attend
+
+
+def allowed(segment: Tensor) -> Tensor:
+    """Return the bool mask [rows, 1, length, length] of who may look at whom. Padding sees itself, so no row is empty."""
+    length = segment.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
+    return (causal & (segment[:, None, :] == segment[:, :, None]))[:, None]
+
+
+def by_mask(segment: Tensor | None) -> Attend:
+    """Attend under a mask [rows, 1, length, length]: for transforms that cannot branch on data (vmap, compile)."""
+    if segment is None:
+        return _sdpa
+    mask = allowed(segment)
+    return lambda q, k, v: _sdpa(q, k, v, mask)
+
+
+@frozen
+class Dropout:
+    """Drop a share ``rate`` of values; which ones depends on the seed, the place and the global row alone."""
+
+    rate: float
+    seed: int
+
+    def hidden(self, x: Tensor, place: str, rows: Tensor, start: int = 0) -> Tensor:
+        """Drop from activations x [rows, length, width] whose first position is ``start``."""
+        device = x.device
+        coordinates = [
+            rows.to(device),
+            torch.arange(start, start + x.shape[1], device=device),
+            torch.arange(x.shape[2], device=device),
+        ]
+        return rng.dropout(x, self.rate, rng.key(self.seed, "dropout", place), coordinates)
+
+    def attention(self, segment: Tensor | None, place: str, rows: Tensor, first_head: int) -> Attend:
+        """Return an attention that drops from its probabilities; it has to build them."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            share, length, device = q.shape[2] // k.shape[2], q.shape[1], q.device
+            k, v = (x.repeat_interleave(share, dim=2).transpose(1, 2) for x in (k, v))
+            mask = allowed(torch.zeros(q.shape[:2], dtype=torch.long, device=device) if segment is None else segment)
+            scores = q.transpose(1, 2) @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+            probabilities = scores.masked_fill(~mask.to(device), -math.inf).float().softmax(-1).to(q.dtype)
+            heads = torch.arange(first_head, first_head + q.shape[2], device=device)
+            places = torch.arange(length, device=device)
+            coordinates = [rows.to(device), heads, places, places]
+            kept = rng.dropout(probabilities, self.rate, rng.key(self.seed, "dropout", place), coordinates)
+            return (kept @ v).transpose(1, 2)
+
+        return attend

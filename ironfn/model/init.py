@@ -1,0 +1,78 @@
+"""Give every leaf its shape and its first value."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ironfn import rng, tree
+from ironfn.layout.table import Table, placement, shard_leaf
+from ironfn.mesh.axis import Mesh
+from ironfn.model.arch import Arch
+from ironfn.types import Params
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes(arch: Arch) -> Shapes:
+    """Return the shape of every leaf by path. Matrices are [in, out]; the embedding and the head are [rows, width]."""
+    found: Shapes = {"embed/tokens": (arch.rows, arch.width)}
+    if arch.positions == "learned":
+        found["embed/positions"] = (arch.context, arch.width)
+    for layer in range(arch.layers):
+        found |= {f"blocks/{layer}/{path}": shape for path, shape in _block(arch).items()}
+    found |= _norm(arch, "norm")
+    if not arch.tied:
+        found["head/w"] = (arch.rows, arch.width)
+    return found
+
+
+def _norm(arch: Arch, name: str) -> Shapes:
+    return {f"{name}/scale": (arch.width,)} | ({f"{name}/bias": (arch.width,)} if arch.norm_bias else {})
+
+
+def _block(arch: Arch) -> Shapes:
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    attention: Shapes = {
+        "attn/wq": (arch.width, queries),
+        "attn/wk": (arch.width, keys),
+        "attn/wv": (arch.width, keys),
+        "attn/wo": (queries, arch.width),
+    }
+    if arch.attention_bias:
+        attention |= {"attn/bq": (queries,), "attn/bk": (keys,), "attn/bv": (keys,), "attn/bo": (arch.width,)}
+    mlp: Shapes = {"mlp/w_gate": (arch.width, arch.ffn)} if arch.gated else {}
+    mlp |= {"mlp/w_up": (arch.width, arch.ffn), "mlp/w_down": (arch.ffn, arch.width)}
+    if arch.mlp_bias:
+        mlp |= ({"mlp/b_gate": (arch.ffn,)} if arch.gated else {}) | {
+            "mlp/b_up": (arch.ffn,),
+            "mlp/b_down": (arch.width,),
+        }
+    return _norm(arch, "norm1") | attention | _norm(arch, "norm2") | mlp
+
+
+def first_value(path: str, shape: tuple[int, ...], arch: Arch, seed: int) -> Tensor:
+    """Draw one leaf in float32: scales 1, biases 0, matrices N(0, init_std²).
+
+    What a block adds to the residual stream (wo, w_down) is drawn with std / sqrt(2 layers)
+    (Radford et al. 2019, section 2.3). The draw depends on the seed and the path alone.
+    """
+    name = path.rsplit("/", 1)[-1]
+    if name == "scale":
+        return torch.ones(shape)
+    if name == "bias" or name.startswith("b_") or name in ("bq", "bk", "bv", "bo"):
+        return torch.zeros(shape)
+    std = arch.init_std / math.sqrt(2 * arch.layers) if name in ("wo", "w_down") else arch.init_std
+    return rng.normal(shape, std, seed, "init", path)
+
+
+def init(arch: Arch, seed: int, table: Table, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Params:
+    """Return this rank's part of the first parameters: the same numbers on every mesh, one whole leaf at a time."""
+    return tree.unflatten(
+        {
+            path: shard_leaf(first_value(path, shape, arch, seed), placement(table, path), mesh, path).to(dtype)
+            for path, shape in shapes(arch).items()
+        }
+    )

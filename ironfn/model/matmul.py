@@ -1,0 +1,43 @@
+"""Multiply activations by weights with the fastest kernel that gives the same number.
+
+On x86, torch hands float32 products to MKL, whose code for AMD processors stays on AVX2; oneDNN's AVX-512 kernels
+do the same work in about nine tenths of the time (docs/decisions.md). Everything else goes to `torch.matmul`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORTH_IT = 1 << 22  # multiplications below which the call costs more than the better kernel saves
+
+
+def plain(x: Tensor) -> bool:
+    """Tell whether ``x`` is a bare tensor that no transform of `torch.func` and no compiler looks at."""
+    return not (torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def _suits_onednn(x: Tensor, w: Tensor) -> bool:
+    return (
+        x.dtype == w.dtype == torch.float32
+        and x.device.type == w.device.type == "cpu"
+        and x.numel() * w.shape[1] > _WORTH_IT
+        and torch.backends.mkldnn.is_available()
+        and plain(x)
+        and plain(w)
+    )
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """Return x w for x [..., in] and w [in, out]. It has no derivative: call it inside an `autograd.Function`."""
+    if _suits_onednn(x, w):
+        return torch.ops.mkldnn._linear_pointwise(x, w.t(), None, "none", [], "")
+    return x @ w
+
+
+def weight_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of w in y = x w: xᵀ grad, summed over all leading dimensions.
+
+    The better kernel would want a transposed copy of ``x`` first, which costs what it saves.
+    """
+    return x.flatten(0, -2).t() @ grad.flatten(0, -2)

@@ -1,0 +1,29 @@
+"""Lay the decoder out on a mesh: Megatron's tensor parallelism as rows of a table."""
+
+from __future__ import annotations
+
+from ironfn.layout.table import Placement, Table
+
+_ROWS = Placement("tp", 0)
+_COLUMNS = Placement("tp", 1)
+_BETWEEN = Placement(partial=("tp",))
+
+
+def table(sequence_parallel: bool) -> Table:
+    """Return the layout of every leaf that `init.shapes` names.
+
+    Under sequence parallelism the leaves between the tensor-parallel regions see a share of the positions.
+    """
+    between = _BETWEEN if sequence_parallel else Placement()
+    return (
+        (r"embed/tokens|head/w", _ROWS),
+        (r"blocks/\d+/attn/(wq|wk|wv)", _COLUMNS),
+        (r"blocks/\d+/attn/(bq|bk|bv)", _ROWS),
+        (r"blocks/\d+/attn/wo", _ROWS),
+        (r"blocks/\d+/mlp/(w_gate|w_up)", _COLUMNS),
+        (r"blocks/\d+/mlp/(b_gate|b_up)", _ROWS),
+        (r"blocks/\d+/mlp/w_down", _ROWS),
+        (r"embed/positions", between),
+        (r"blocks/\d+/(attn/bo|mlp/b_down)", between),
+        (r"(blocks/\d+/)?norm\d?/(scale|bias)", between),
+    )
