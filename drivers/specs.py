@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ironfn.model.families import PRESETS
 from ironfn.spec.load import dump_spec, load_spec
 from ironfn.spec.records import RunSpec
 
@@ -67,13 +67,7 @@ def takes_spec(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def resolve(specs: tuple[str, ...], overrides: tuple[str, ...]) -> RunSpec:
     """Load the spec that these words and overrides describe. Raise `SpecError` where it is faulty."""
-    return load_spec([find_spec(name) for name in specs], overrides, _presets())
-
-
-def _presets() -> Any:
-    if importlib.util.find_spec("ironfn.model.families") is None:
-        return {}
-    return importlib.import_module("ironfn.model.families").PRESETS
+    return load_spec([find_spec(name) for name in specs], overrides, PRESETS)
 
 
 @click.group()
@@ -87,6 +81,14 @@ def list_shipped() -> None:
     for name, path in shipped().items():
         first = path.read_text(encoding="utf-8").split("\n", 1)[0]
         click.echo(f"{name:24} {first.removeprefix('#').strip()}")
+
+
+@command.command("check")
+@click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
+@click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field: optim.lr=1e-4.")
+def check_spec(specs: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+    """Say everything that is wrong with a spec, or print it with every default written out."""
+    click.echo(dump_spec(resolve(specs, overrides)), nl=False)
 
 
 @command.command("show")

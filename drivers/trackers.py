@@ -237,7 +237,7 @@ class Module:
         self.module.finish()
 
 
-_OPENERS: dict[str, Callable[[Start], Tracker]] = {
+_OPENERS: Mapping[str, Callable[[Start], Tracker]] = {
     "tensorboard": TensorBoard.open,
     "wandb": Wandb.open,
     "mlflow": Mlflow.open,

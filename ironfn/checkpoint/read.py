@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class _Target:
                 self.flat[other].detach().copy_(whole)
 
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+_TORCH: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def _compare(path: Path, leaves: dict[str, Leaf], into: Flat) -> None:

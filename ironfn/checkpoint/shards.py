@@ -28,7 +28,7 @@ from ironfn.checkpoint.sealed import unseal
 CHUNK = 4 << 20
 """Bytes that are hashed and written, or read and hashed, at a time."""
 
-_NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_NOT_DAMAGE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 @frozen

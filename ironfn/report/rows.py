@@ -18,7 +18,7 @@ Value: TypeAlias = "int | float | str | None"
 Row: TypeAlias = dict[str, Any]
 """A row as the file holds it: ``kind``, ``step`` and named values."""
 
-_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES: Mapping[str, float] = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @frozen(kw_only=True)

@@ -29,8 +29,8 @@ SHARE: Rule = (lambda value: 0 <= value <= 1, "has to lie between 0 and 1")
 BELOW_ONE: Rule = (lambda value: 0 <= value < 1, "has to be at least 0 and below 1")
 WRITTEN: Rule = (lambda value: bool(value.strip()) and "\0" not in value, "cannot be empty")
 ONE_NAME: Rule = (
-    lambda value: re.fullmatch(r"[\w.+-]+", value) is not None and value not in (".", ".."),
-    "has to be the name of one directory: letters, digits, and . _ + -",
+    lambda value: re.fullmatch(r"[\w.+-]{1,100}", value) is not None and value not in (".", ".."),
+    "has to be the name of one directory: up to 100 letters, digits, . _ + -",
 )
 
 RANGES: MappingProxyType[str, Rule] = MappingProxyType(

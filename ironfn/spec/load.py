@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path as File
@@ -16,9 +17,12 @@ from ironfn.spec.errors import Fault, Place, SpecError
 from ironfn.spec.hints import hint, matches
 from ironfn.spec.nodes import Node, Refused, parse, read
 from ironfn.spec.records import ModelSpec, RunSpec
-from ironfn.spec.structure import Path, Wrong, fields_of, show, structure
+from ironfn.spec.structure import Path, Wrong, converter, fields_of, show, structure
 
 Presets = Mapping[str, Mapping[str, object]]
+
+MAX_HINTS = 40
+"""Guessing what a key was meant to be takes time; a file with more faults than this is not a spec."""
 
 
 def load_spec(files: Sequence[File], overrides: Sequence[str], presets: Presets, ranks: int | None = None) -> RunSpec:
@@ -29,22 +33,21 @@ def load_spec(files: Sequence[File], overrides: Sequence[str], presets: Presets,
     Raise `SpecError` with every fault of every file, each with its place and a remedy.
     """
     faults: list[Fault] = []
-    merged = Node({}, Place(0, str(files[0]) if files else "spec"))
-    for node in _sources(files, overrides, faults):
-        merged = overlay(merged, node)
+    sources = [Node({}, Place(0, str(files[0]) if files else "spec")), *_sources(files, overrides, faults)]
+    whole = len(sources) == 1 + len(files) + len(overrides)
+    fields, strict = fields_of(RunSpec), converter()
+    for source in sources:
+        faults += _misfits(source, fields, strict)
+    merged = functools.reduce(overlay, sources)
     data = merged.plain()
     faults += _fill_preset(data, merged, presets)
-    fields = fields_of(RunSpec)
-    spec, wrongs = _settle(data, fields)
-    for wrong in wrongs:
-        place = _place(merged, wrong.path, key=wrong.kind == "unknown")
-        what = hint(wrong.path, fields) if wrong.kind == "unknown" else wrong.what
-        faults.append(Fault(place, _dotted(wrong.path), what))
-    known_bad = [wrong.path for wrong in wrongs]
+    spec, wrongs = _settle(data, fields, strict)
+    faults += [Fault(_place(merged, w.path), _dotted(w.path), w.what) for w in wrongs if w.kind == "missing"]
     for paths, what in check(spec, ranks):
-        if not any(_overlap(path, bad) for path in paths for bad in known_bad):
-            given = next((path for path in paths if _given(merged, path)), paths[0])
-            faults.append(Fault(_place(merged, given), _dotted(paths[0]), what))
+        given = [path for path in paths if _given(merged, path)]
+        sure = whole or len(given) == len(paths) == 1  # what stands in a file that cannot be read may change the rest
+        if sure and not any(_overlap(path, wrong.path) for path in paths for wrong in wrongs):
+            faults.append(Fault(_place(merged, (given or list(paths))[0]), _dotted(paths[0]), what))
     if faults:
         raise SpecError(faults)
     return spec
@@ -125,6 +128,18 @@ def _is_record(kind: Any, fields: Mapping[Path, Any], names: list[str]) -> bool:
     return any(len(path) > len(names) + 1 and path[: len(names) + 1] == (*names, "*") for path in fields)
 
 
+def _misfits(source: Node, fields: Mapping[Path, Any], strict: Converter) -> list[Fault]:
+    """List the unknown keys and the values of a wrong type in one source, even where a later one overrides them."""
+    built = structure(source.plain(), RunSpec, strict)
+    faults: list[Fault] = []
+    for turn, wrong in enumerate(built if isinstance(built, list) else []):
+        unknown = wrong.kind == "unknown"
+        what = hint(wrong.path, fields) if unknown and turn < MAX_HINTS else wrong.what
+        if wrong.kind != "missing":
+            faults.append(Fault(_place(source, wrong.path, key=unknown), _dotted(wrong.path), what))
+    return faults
+
+
 def _fill_preset(data: Any, merged: Node, presets: Presets) -> list[Fault]:
     """Put the family's values beneath what the files say of the model."""
     model = data.get("model")
@@ -141,9 +156,9 @@ def _fill_preset(data: Any, merged: Node, presets: Presets) -> list[Fault]:
     return [Fault(_place(merged, ("model", "preset")), "model.preset", what)]
 
 
-def _settle(data: Any, fields: Mapping[Path, Any]) -> tuple[RunSpec, list[Wrong]]:
+def _settle(data: Any, fields: Mapping[Path, Any], strict: Converter) -> tuple[RunSpec, list[Wrong]]:
     """Build the record, mending what does not fit, so that the values that do can still be checked."""
-    built = structure(data, RunSpec)
+    built = structure(data, RunSpec, strict)
     wrongs: list[Wrong] = built if isinstance(built, list) else []
     while isinstance(built, list):
         for wrong in built:
@@ -152,7 +167,7 @@ def _settle(data: Any, fields: Mapping[Path, Any]) -> tuple[RunSpec, list[Wrong]
                 _set(data, wrong.path, (get_origin(kind) or kind)())
             else:
                 _drop(data, wrong.path)
-        built = structure(data, RunSpec)
+        built = structure(data, RunSpec, strict)
     return built, wrongs
 
 
@@ -203,4 +218,4 @@ def _overlap(a: Path, b: Path) -> bool:
 
 
 def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
+    return ".".join(str(name) or "''" for name in path)

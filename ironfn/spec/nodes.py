@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import ScalarNode
@@ -15,9 +15,9 @@ from ruamel.yaml.resolver import VersionedResolver
 
 from ironfn.spec.errors import Fault, Place
 
-MAX_BYTES = 128 * 1024
+MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
-MAX_VALUES = 10_000
+MAX_VALUES = 2_000
 """A spec holds at most so many bytes, levels, and values once its aliases are written out."""
 
 Scalar: TypeAlias = "str | int | float | bool | None"
@@ -76,32 +76,40 @@ def parse(text: str, source: Place, faults: list[Fault]) -> Node:
     try:
         return composer.document()
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise Refused(composer.place(mark), f"is not YAML: {_explain(error)}") from None
+        what, mark = _explain(error)
+        raise Refused(composer.place(mark), f"is not YAML: {what}") from None
     except ReaderError as error:
         before = text[: error.position]
         place = Place(source.order, source.source, before.count("\n") + 1, error.position - before.rfind("\n"))
         raise Refused(place, f"character U+{ord(text[error.position]):04X} is not allowed in YAML") from None
 
 
-def _explain(error: MarkedYAMLError) -> str:
-    """Say in our words what the parser's most common complaints mean."""
-    problem = str(error.problem or error.context)
+def _explain(error: MarkedYAMLError) -> tuple[str, Any]:
+    """Say in our words what the parser's most common complaints mean, and return the mark to point at."""
+    problem, context = str(error.problem or error.context), str(error.context)
+    here, opened = error.problem_mark or error.context_mark, error.context_mark or error.problem_mark
     if "'\\t'" in problem or "tab" in problem.lower():
-        return "a tab stands where YAML wants spaces; indent with spaces"
+        return "a tab stands where YAML wants spaces; indent with spaces", here
     if "mapping values are not allowed" in problem:
-        return "a second `:` in one value; quote the value, or check the indentation"
-    return problem
+        return "a second `:` in one value; quote the value, or check the indentation", here
+    if "end of stream" in problem and "quoted" in context:
+        return "the quote that opens here is never closed", opened
+    if "<stream end>" in problem and "flow" in context:
+        return "the bracket that opens here is never closed", opened
+    if "<block end>" in problem:
+        return "the indentation fits none of the lines above", here
+    return problem, here
 
 
-@frozen
+@define
 class _Composer:
-    """Build nodes from the parser's events, one after the other."""
+    """Build nodes from the parser's events, one after the other; used up by one text."""
 
     text: str
     source: Place
     faults: list[Fault]
     anchors: dict[str, Node | None] = field(factory=dict)  # None while the anchored value is still being read
+    seen: int = 0  # how many values were read, aliases written out
     resolver: VersionedResolver = field(factory=VersionedResolver)
 
     def place(self, mark: Any) -> Place:
@@ -128,6 +136,7 @@ class _Composer:
             raise Refused(place, f"is nested more than {MAX_DEPTH} levels deep")
         if kind == "AliasEvent":
             return self.alias(event, place)
+        self.count(1, place)
         if event.tag is not None and str(event.tag) != "!":
             self.faults.append(
                 Fault(place, ".".join(path), f"the tag {event.tag} has no meaning in a spec; write the bare value")
@@ -140,8 +149,6 @@ class _Composer:
             node = self.sequence(place, events, path)
         else:
             node = Node(self.scalar(event, place), place)
-        if node.size > MAX_VALUES:
-            raise Refused(place, f"holds more than {MAX_VALUES} values once its aliases are written out")
         if event.anchor is not None:
             self.anchors[event.anchor] = node
         return node
@@ -153,7 +160,13 @@ class _Composer:
             raise Refused(
                 place, f"*{event.anchor} " + ("stands inside what it names" if inside else "is named nowhere above")
             )
+        self.count(node.size, place)
         return node
+
+    def count(self, values: int, place: Place) -> None:
+        self.seen += values
+        if self.seen > MAX_VALUES:
+            raise Refused(place, f"here the spec passes {MAX_VALUES} values, its aliases written out")
 
     def sequence(self, place: Place, events: Iterator[Any], path: tuple[str, ...]) -> Node:
         items: list[Node] = []

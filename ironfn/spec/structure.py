@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Iterator
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -27,10 +29,10 @@ class Wrong:
     kind: Literal["value", "unknown", "missing"] = "value"
 
 
-def structure(data: Any, record: type[T]) -> T | list[Wrong]:
-    """Build the record that ``data`` describes, or list everything that does not fit it."""
+def structure(data: Any, record: type[T], strict: Converter) -> T | list[Wrong]:
+    """Build the record that ``data`` describes, or list everything that does not fit it. strict: a `converter`."""
     try:
-        return converter().structure(data, record)
+        return strict.structure(data, record)
     except Exception as error:  # cattrs wraps whatever the hooks raise
         return list(_wrongs(error, ()))
 
@@ -78,7 +80,8 @@ def _integer(value: Any, _: Any) -> int:
 
 def _number(value: Any, _: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{show(value)} is not a number")
+        quoted = isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I)
+        raise ValueError(f"{show(value)} is not a number" + (f"; write {value} without quotes" if quoted else ""))
     if not math.isfinite(value) or abs(value) > 1e300:
         raise ValueError(f"{show(value)} is not a finite number")
     return float(value)
@@ -88,7 +91,7 @@ def _flag(value: Any, _: Any) -> bool:
     if isinstance(value, bool):
         return value
     word = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
-    instead = word.get(value.lower()) if isinstance(value, str) else {1: "true", 0: "false"}.get(value)
+    instead = word.get(value.lower()) if isinstance(value, str) else {"1": "true", "0": "false"}.get(str(value))
     raise ValueError(f"{show(value)} is neither true nor false" + (f"; write {instead}" if instead else ""))
 
 
@@ -103,7 +106,9 @@ def _choice(value: Any, kind: Any) -> Any:
     choices = get_args(kind)
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return value
-    raise ValueError(f"{show(value)} is not one of {', '.join(map(show, choices))}")
+    near = difflib.get_close_matches(str(value), map(str, choices), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{show(value)} is not one of {', '.join(map(show, choices))}{hint}")
 
 
 def _is_optional(kind: Any) -> bool:
@@ -147,7 +152,7 @@ def _wrongs(error: BaseException, path: Path) -> Iterator[Wrong]:
             yield from _wrongs(part, path + _step(part))
     elif isinstance(error, ForbiddenExtraKeysError):
         for key in sorted(error.extra_fields):
-            yield Wrong((*path, key), "", "unknown")
+            yield Wrong((*path, key), "unknown key", "unknown")
     elif isinstance(error, KeyError):
         yield Wrong(path, "is missing", "missing")
     else:

@@ -1,0 +1,47 @@
+# make quickstart: from nothing to a trained model and its samples.   make test: everything that CI runs.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread a process: the tests start several, and their sums must not depend on how many cores there are.
+TEST_ENV := OMP_NUM_THREADS=1
+# The bench takes the machine as it is: a BLAS told to be some other core's would measure that one.
+BENCH_ENV := env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE
+
+.PHONY: quickstart test lint bench install dev clean
+
+quickstart: install
+	$(BIN)/ironfn prepare pretrain/quickstart
+	$(BIN)/ironfn pretrain pretrain/quickstart
+	$(BIN)/ironfn generate runs/quickstart --prompt "def read_lines(path):" --prompt "The Python language"
+
+test: dev lint
+	$(TEST_ENV) $(BIN)/python -m pytest -q
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: dev
+	$(BENCH_ENV) $(BIN)/python -m bench pretrain
+
+# Installed with what the commands need; the stamps make a second call quick.
+install: .venv/installed
+dev: .venv/installed-dev
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[parquet,clean,plots,tensorboard]"
+	touch $@
+
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
