@@ -29,10 +29,13 @@ class Wrong:
     kind: Literal["value", "unknown", "missing"] = "value"
 
 
-def structure(data: Any, record: type[T], strict: Converter) -> T | list[Wrong]:
-    """Build the record that ``data`` describes, or list everything that does not fit it. strict: a `converter`."""
+def structure(data: Any, record: type[T], strict: Converter | None = None) -> T | list[Wrong]:
+    """Build the record that ``data`` describes, or list everything that does not fit it.
+
+    strict: a `converter` to use again; making one takes longer than using it.
+    """
     try:
-        return strict.structure(data, record)
+        return (strict or converter()).structure(data, record)
     except Exception as error:  # cattrs wraps whatever the hooks raise
         return list(_wrongs(error, ()))
 
