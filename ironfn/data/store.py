@@ -161,7 +161,8 @@ def open_store(path: Path, name: str) -> TokenStore:
         return ValueError(f"{path}: {what}; run `ironfn prepare` again")
 
     try:
-        size, head = path.stat().st_size, path.open("rb").read(HEADER_BYTES)
+        with path.open("rb") as file:
+            size, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
     except OSError as error:
         raise wrong(f"cannot be opened ({error.strerror})") from error
     if len(head) < HEADER_BYTES or head[:8] != MAGIC:

@@ -166,11 +166,12 @@ def _joins(tokenizer: Tokenizer) -> bool:
 def pieces(text: str, vocabulary: Vocabulary, size: int = _PIECE) -> list[str]:
     """Cut a long text where its tokens part anyway, so that it is encoded by all cores and in bounded memory.
 
-    The cuts lie between a letter and a line end, which no byte-level tokenizer in use joins.
+    The cuts lie after a letter or digit and before a line end or a word with its space, where every
+    byte-level tokenizer that splits words begins a new token.
     """
     if len(text) <= 2 * size or not vocabulary.joins:
         return [text]
-    cuts, seam = [0], re.compile(r"(?<=[^\W\d_])\n")
+    cuts, seam = [0], re.compile(r"(?<=[^\W_])(?=\n| [^\W\d_])")
     while found := seam.search(text, cuts[-1] + size):
         cuts.append(found.start())
     return [text[a:b] for a, b in itertools.pairwise([*cuts, len(text)])]

@@ -1,0 +1,44 @@
+"""Make small token stores and datasets for tests, without a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ironfn.data.dataset import Dataset
+from ironfn.data.order import shares
+from ironfn.data.store import StoreWriter, TokenStore, open_store
+
+
+def write_store(folder: Path, documents: list[list[int]], *, vocab_size: int = 10, name: str = "a/train") -> TokenStore:
+    """Write documents (their last id is the end id, whatever it is) as ``folder/name.tokens`` and open it."""
+    path = folder / f"{name}.tokens"
+    with StoreWriter(path, name, vocab_size=vocab_size, eos=0, tokenizer=1, recipe=2) as writer:
+        for document in documents:
+            writer.append(document, [len(document)], len(document))
+        writer.close()
+    return open_store(path, name)
+
+
+def dataset(
+    stores: tuple[TokenStore, ...],
+    length: int,
+    weights: tuple[float, ...] | None = None,
+    shuffle: bool = True,
+    attend: str = "document",
+) -> Dataset:
+    """Make a dataset of stores, by weight (all equal where none is given)."""
+    return Dataset(
+        names=tuple(str(i) for i in range(len(stores))),
+        stores=stores,
+        shares=shares(weights or [1.0] * len(stores), [s.tokens for s in stores], None),
+        length=length,
+        attend=attend,  # pyright: ignore[reportArgumentType]
+        shuffle=shuffle,
+        vocab_size=stores[0].vocab_size,
+        eos=0,
+        byte_lengths=torch.ones(stores[0].vocab_size if stores[0].vocab_size < 1 << 20 else 1, dtype=torch.int32),
+        tokenizer=Path("tokenizer.json"),
+        checksum=0,
+    )
