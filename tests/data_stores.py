@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ironfn.data.dataset import Dataset
 from ironfn.data.order import shares
-from ironfn.data.store import StoreWriter, TokenStore, open_store
+from ironfn.data.store import StoreWriter, TokenStore, id_dtype, open_store
 
 
 def write_store(folder: Path, documents: list[list[int]], *, vocab_size: int = 10, name: str = "a/train") -> TokenStore:
@@ -19,6 +20,13 @@ def write_store(folder: Path, documents: list[list[int]], *, vocab_size: int = 1
             writer.append(document, [len(document)], len(document))
         writer.close()
     return open_store(path, name)
+
+
+def hold_store(documents: list[list[int]], *, vocab_size: int) -> TokenStore:
+    """Hold documents as ``write_store`` would map them, without a file."""
+    ids = np.array([i for document in documents for i in document], id_dtype(vocab_size))
+    offsets = np.cumsum([0, *map(len, documents)])
+    return TokenStore(Path("none"), ids, offsets, vocab_size, 0, len(ids), 1, 2, 3)
 
 
 def dataset(

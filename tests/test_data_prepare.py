@@ -215,7 +215,7 @@ def test_damaged_data_are_noticed_and_made_again(tmp_path: Path, spec: DataSpec,
         path.write_bytes(data[: len(data) // 2] + (b"" if damage == "cut" else b"\x07" + data[len(data) // 2 + 1 :]))
     lines: list[str] = []
     assert not prepare(spec, say=lines.append).reused
-    assert name == "prepared.json" and damage == "gone" or "prepared anew" in lines[0]
+    assert (name == "prepared.json" and damage == "gone") or "prepared anew" in lines[0]
     assert snapshot(tmp_path / "data") == before
 
 

@@ -54,7 +54,7 @@ def test_attending_to_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tokens", "rows", "last"), [(33, 5, 1), (32, 4, 8), (8, 1, 8), (1, 1, 1)])
 def test_windows_and_tail(tmp_path: Path, tokens: int, rows: int, last: int) -> None:
     # 33 tokens, 8 a row: four full windows and one more for the last token, filled up with weight 0.
-    data = dataset((write_store(tmp_path, [list(range(1, tokens)) + [0]], vocab_size=40),), length=8, shuffle=False)
+    data = dataset((write_store(tmp_path, [[*range(1, tokens), 0]], vocab_size=40),), length=8, shuffle=False)
     batch = batch_at(data, 0, data.rows, 0)
     assert (data.rows, data.tokens) == (rows, tokens)
     assert batch["weight"].sum(1).tolist() == [8.0] * (rows - 1) + [float(last)]

@@ -59,7 +59,7 @@ def test_training_is_deterministic(kind: Any) -> None:
 
 
 def test_too_small_a_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size 259 is too small.*260"):
+    with pytest.raises(ValueError, match=r"vocab_size 259 is too small.*260"):
         train(CORPUS, TokenizerSpec(vocab_size=259))
 
 
@@ -124,8 +124,12 @@ def test_truncation_padding_and_dropout_of_a_file_are_switched_off(tmp_path: Pat
     def limit(layout: dict[str, Any]) -> dict[str, Any]:
         layout["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
         layout["padding"] = {
-            **{"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None},
-            **{"pad_id": 0, "pad_type_id": 0, "pad_token": "</s>"},
+            "strategy": {"Fixed": 50},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "</s>",
         }
         layout["model"]["dropout"] = 0.5
         return layout
