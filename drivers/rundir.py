@@ -49,6 +49,10 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
     def loss_plot(self) -> Path:
         return self.path / "loss.png"
 

@@ -84,6 +84,20 @@ def merge(*trees: Params) -> Params:
     return unflatten(merged)
 
 
+def branch(tree: Params, name: str) -> Params:
+    """Return the subtree of that name."""
+    found = tree[name]
+    assert isinstance(found, dict), f"{name} is a leaf"
+    return found
+
+
+def leaf(tree: Params, name: str) -> Tensor:
+    """Return the leaf of that name."""
+    found = tree[name]
+    assert not isinstance(found, dict), f"{name} is a branch"
+    return found
+
+
 def leaves(tree: Params) -> list[Tensor]:
     """Return the leaves in the order of ``flatten``."""
     return list(flatten(tree).values())

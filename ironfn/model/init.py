@@ -76,3 +76,10 @@ def init(arch: Arch, seed: int, table: Table, mesh: Mesh, dtype: torch.dtype = t
             for path, shape in shapes(arch).items()
         }
     )
+
+
+def abstract(arch: Arch, dtype: torch.dtype = torch.float32) -> Params:
+    """Return a tree of the model's shapes that holds no numbers (device ``meta``)."""
+    return tree.unflatten(
+        {path: torch.empty(shape, dtype=dtype, device="meta") for path, shape in shapes(arch).items()}
+    )

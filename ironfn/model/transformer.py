@@ -21,6 +21,7 @@ from ironfn.mesh.pairs import enter, leave
 from ironfn.model import fused
 from ironfn.model.arch import Arch
 from ironfn.model.attention import Attend, Attention, Dropout, by_span
+from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
 
 Block = Callable[..., Tensor]
@@ -54,35 +55,23 @@ def cast(params: Params, how: Forward) -> Params:
     if how.compute is None:
         return params
 
-    def to(path: str, leaf: Tensor) -> Tensor:
+    def to(path: str, x: Tensor) -> Tensor:
         high = any(re.search(pattern, path) for pattern in how.float32)
-        return leaf.to(torch.float32 if high and how.compute != torch.float64 else how.compute)
+        return x.to(torch.float32 if high and how.compute != torch.float64 else how.compute)
 
     return tree.map_path(to, params)
 
 
 def _norm(x: Tensor, p: Params, arch: Arch) -> Tensor:
     if arch.norm == "rms":
-        return fused.rms_norm(x, _leaf(p, "scale"), arch.norm_eps)
-    scale, bias = _leaf(p, "scale"), _maybe(p, "bias")
+        return fused.rms_norm(x, leaf(p, "scale"), arch.norm_eps)
+    scale, bias = leaf(p, "scale"), _maybe(p, "bias")
     high = scale.dtype if scale.dtype != x.dtype else x.dtype
     return F.layer_norm(x.to(high), (arch.width,), scale, bias, arch.norm_eps).to(x.dtype)
 
 
-def _leaf(p: Params, name: str) -> Tensor:
-    leaf = p[name]
-    assert isinstance(leaf, Tensor)
-    return leaf
-
-
 def _maybe(p: Params, name: str) -> Tensor | None:
-    return _leaf(p, name) if name in p else None
-
-
-def _branch(p: Params, name: str) -> Params:
-    branch = p[name]
-    assert isinstance(branch, dict)
-    return branch
+    return leaf(p, name) if name in p else None
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,24 +88,24 @@ ACTIVATIONS = (
 
 def _mlp(x_BTD: Tensor, p: Params, arch: Arch) -> Tensor:
     act = dict(ACTIVATIONS)[arch.mlp]
-    w_up, w_down = _leaf(p, "w_up"), _leaf(p, "w_down")
+    w_up, w_down = leaf(p, "w_up"), leaf(p, "w_down")
     if arch.gated and "b_up" not in p:
-        return fused.gated_mlp(x_BTD, _leaf(p, "w_gate"), w_up, w_down, act)
+        return fused.gated_mlp(x_BTD, leaf(p, "w_gate"), w_up, w_down, act)
     up_BTF = _plus(fused.linear(x_BTD, w_up), _maybe(p, "b_up"))
     if not arch.gated:
         return fused.activate_down(up_BTF, w_down, act)
-    gate_BTF = _plus(fused.linear(x_BTD, _leaf(p, "w_gate")), _maybe(p, "b_gate"))
+    gate_BTF = _plus(fused.linear(x_BTD, leaf(p, "w_gate")), _maybe(p, "b_gate"))
     return fused.linear(act.value(gate_BTF) * up_BTF, w_down)
 
 
 def _attention(x_BTD: Tensor, p: Params, arch: Arch, attend: Attend, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     q, k, v = (
-        _plus(fused.linear(x_BTD, _leaf(p, f"w{name}")), _maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
+        _plus(fused.linear(x_BTD, leaf(p, f"w{name}")), _maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
         for name in "qkv"
     )
     if angles is not None:
         q, k = fused.rotate(q, *angles), fused.rotate(k, *angles)
-    return fused.linear(attend(q, k, v).flatten(2), _leaf(p, "wo"))
+    return fused.linear(attend(q, k, v).flatten(2), leaf(p, "wo"))
 
 
 def angles(position_BT: Tensor, arch: Arch) -> tuple[Tensor, Tensor] | None:
@@ -134,8 +123,8 @@ def angles(position_BT: Tensor, arch: Arch) -> tuple[Tensor, Tensor] | None:
 
 def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, mesh: Mesh) -> Tensor:
     """Look the tokens up in this rank's rows of the table; positions are added after the ranks' parts are."""
-    embed = _branch(params, "embed")
-    table = _leaf(embed, "tokens")
+    embed = branch(params, "embed")
+    table = leaf(embed, "tokens")
     if mesh.tp.size == 1:
         x = F.embedding(tokens_BT, table)
     else:
@@ -143,7 +132,7 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
         mine = (local >= 0) & (local < table.shape[0])
         x = leave(F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[..., None], mesh)
     if arch.positions == "learned":
-        x = x + F.embedding(_share(position_BT, mesh), _leaf(embed, "positions"))
+        x = x + F.embedding(_share(position_BT, mesh), leaf(embed, "positions"))
     return x
 
 
@@ -163,10 +152,10 @@ def _block(
     drop: Callable[[Tensor, str], Tensor],
 ) -> Tensor:
     p = cast(p, how)
-    attn, mlp = _branch(p, "attn"), _branch(p, "mlp")
-    mixed = leave(_attention(enter(_norm(x, _branch(p, "norm1"), arch), mesh), attn, arch, attend, angle), mesh)
+    attn, mlp = branch(p, "attn"), branch(p, "mlp")
+    mixed = leave(_attention(enter(_norm(x, branch(p, "norm1"), arch), mesh), attn, arch, attend, angle), mesh)
     x = x + drop(_plus(mixed, _maybe(attn, "bo")), "attn")
-    mixed = leave(_mlp(enter(_norm(x, _branch(p, "norm2"), arch), mesh), mlp, arch), mesh)
+    mixed = leave(_mlp(enter(_norm(x, branch(p, "norm2"), arch), mesh), mlp, arch), mesh)
     return x + drop(_plus(mixed, _maybe(mlp, "b_down")), "mlp")
 
 
@@ -191,17 +180,17 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         return x if dropout is None else dropout.hidden(x, place, batch["row"], first)
 
     x = drop(x, "embed")
-    for layer, block in enumerate(_branch(params, "blocks").values()):
+    for layer, block in enumerate(branch(params, "blocks").values()):
         if dropout is not None:
             first_head = mesh.tp.index * (arch.heads // mesh.tp.size)
             attend = dropout.attention(segment, f"{layer}/probabilities", batch["row"], first_head)
         x = how.run(_block, x, block, arch, mesh, how, attend, angle, lambda x, p, at=layer: drop(x, f"{at}/{p}"))
-    return _norm(x, _branch(head, "norm"), arch)
+    return _norm(x, branch(head, "norm"), arch)
 
 
 def head_weight(params: Params, arch: Arch) -> Tensor:
     """Return the matrix [V, D] that turns hidden states into logits: the embedding itself where it is tied."""
-    return _leaf(_branch(params, "embed"), "tokens") if arch.tied else _leaf(_branch(params, "head"), "w")
+    return leaf(branch(params, "embed"), "tokens") if arch.tied else leaf(branch(params, "head"), "w")
 
 
 def logits(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:

@@ -1,0 +1,138 @@
+"""Turn a spec into the values and pure functions that a run is made of."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve, frozen
+
+from ironfn import tree
+from ironfn.algo.step import State, Step, make_step, skip, stop
+from ironfn.data import Dataset, batch_at, open_dataset
+from ironfn.grad.noise import noise_scale
+from ironfn.grad.remat import recompute
+from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
+from ironfn.loss.lm import lm_loss
+from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.model.arch import Arch, complete
+from ironfn.model.attention import Dropout, by_mask, by_span
+from ironfn.model.init import abstract, init
+from ironfn.model.tables import table
+from ironfn.model.transformer import Forward, keep
+from ironfn.optim.optimizer import Optimizer
+from ironfn.optim.presets import make_optimizer
+from ironfn.optim.schedules import make_schedule
+from ironfn.spec.records import MeshSpec, PrecisionSpec, RunSpec
+from ironfn.types import Batch, Loss
+
+ON_NONFINITE = {"stop": stop, "skip": skip}
+
+
+@frozen
+class Job:
+    """Hold a run's parts: what it computes, on which data, where.
+
+    how: the forward pass of evaluation and sampling, without dropout and recomputation.
+    """
+
+    spec: RunSpec
+    arch: Arch
+    how: Forward
+    mesh: Mesh
+    device: torch.device
+    train: Dataset
+    validation: Dataset | None
+    eval_loss: Loss
+    optimizer: Optimizer
+    step: Step
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's rows of a step, on the CPU."""
+        return batch_at(self.train, step, self.spec.train.batch, self.spec.train.seed)
+
+    def first_state(self) -> State:
+        """Return the state before the first step."""
+        spec = self.spec.train
+        dtype = getattr(torch, spec.precision.params)
+        layout = table(self.spec.mesh.sequence_parallel)
+        params = tree.map(lambda x: x.to(self.device), init(self.arch, spec.seed, layout, self.mesh, dtype))
+        return State(0, params, self.optimizer.init(params))
+
+    def noise(self, state: State, batch: Batch) -> dict[str, float]:
+        """Measure the gradient noise scale on a batch."""
+        loss = lm_loss(self.arch, evolve(self.how, attention=by_mask), chunk=self.spec.train.loss_chunk)
+        return noise_scale(loss, state.params, batch, self.mesh)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch, but for ``segment``: where documents begin is read on the host."""
+    return {n: x if n == "segment" else x.to(device, non_blocking=True) for n, x in batch.items()}
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a spec's ``train.device``. ValueError where CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device is cuda, but torch finds no CUDA device; use auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def launch(spec: MeshSpec) -> Mesh:
+    """Return this process's place in the mesh. ValueError for more than one rank, which this version cannot start."""
+    if (ranks := spec.dp * spec.tp * spec.ep) > 1:
+        raise ValueError(f"mesh asks for {ranks} ranks, but this version runs one process; set dp, tp and ep to 1")
+    return SINGLE
+
+
+def forward(precision: PrecisionSpec) -> Forward:
+    """Return how a spec's precision computes: products in ``compute``, the leaves of ``keep_float32`` in float32."""
+    same = precision.compute == precision.params
+    return Forward(None if same else getattr(torch, precision.compute), tuple(precision.keep_float32))
+
+
+def compiled(loss: Loss, spec: RunSpec) -> Loss:
+    """Return the loss as the spec runs it: through `torch.compile` or as it stands."""
+    return torch.compile(loss) if spec.train.compile else loss
+
+
+def build(spec: RunSpec) -> Job:
+    """Open the data and make the functions of a run. ValueError for whatever does not fit together."""
+    device, mesh = pick_device(spec.train.device), launch(spec.mesh)
+    train = open_dataset(spec.data, "train")
+    arch = complete(spec.model, train.vocab_size)
+    if arch.positions == "learned" and spec.data.length > arch.context:
+        raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
+    plain = forward(spec.train.precision)
+    how = evolve(
+        plain,
+        attention=by_mask if spec.train.compile else by_span,
+        run=recompute if spec.train.remat else keep,
+        dropout=Dropout(arch.dropout, spec.train.seed) if arch.dropout else None,
+    )
+    chunk = spec.train.loss_chunk
+    dtype = getattr(torch, spec.train.precision.params)
+    optimizer = make_optimizer(spec.optim, abstract(arch, dtype))
+    return Job(
+        spec=spec,
+        arch=arch,
+        how=plain,
+        mesh=mesh,
+        device=device,
+        train=train,
+        validation=open_dataset(spec.data, "validation") if spec.data.split.validation else None,
+        eval_loss=lm_loss(arch, plain, chunk=chunk),
+        optimizer=optimizer,
+        step=make_step(
+            _gradient(compiled(lm_loss(arch, how, chunk=chunk), spec), spec),
+            optimizer,
+            make_schedule(spec.optim.schedule, spec.optim.lr, spec.train.steps),
+            table=table(spec.mesh.sequence_parallel),
+            mesh=mesh,
+            clip=spec.optim.clip,
+            on_nonfinite=ON_NONFINITE[spec.optim.nonfinite],
+            donate=True,
+        ),
+    )
+
+
+def _gradient(loss: Loss, spec: RunSpec) -> ValueAndGrad:
+    rows, vg = spec.train.micro_batch, value_and_grad(loss)
+    return vg if rows is None else accumulate(vg, rows)

@@ -1,0 +1,26 @@
+"""Train a language model from random weights, or resume a run: ``ironfn pretrain``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ironfn.spec.records import RunSpec
+
+from .specs import takes_spec
+
+
+@click.command("pretrain")
+@takes_spec
+@click.option("--override", is_flag=True, help="Go on although the spec changed where a run may not change.")
+@click.option("--restart", is_flag=True, help="Begin anew where there are checkpoints but none is whole.")
+def command(spec: RunSpec, override: bool, restart: bool) -> None:
+    """Train a language model from random weights, or resume one.
+
+    The run lives in OUT/NAME of the spec. Called again, it goes on from its newest whole checkpoint, bit for bit.
+    SIGTERM, SIGINT and SIGUSR1 save at the end of the step and exit with code 75.
+    """
+    from .run import run
+
+    sys.exit(run(spec, override=override, restart=restart))

@@ -1,0 +1,75 @@
+"""Continue a text, one token after the other, with the same pure function that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ironfn import rng
+from ironfn.mesh.axis import SINGLE
+from ironfn.model.arch import Arch
+from ironfn.model.transformer import DEFAULT, Forward, head_weight, hidden
+from ironfn.types import Params
+
+Choose = Callable[[Tensor, int], int]
+"""(logits float32 [vocab], the number of the token) -> the chosen id."""
+
+
+def greedy(logits: Tensor, number: int) -> int:
+    """Choose the most probable id."""
+    return int(logits.argmax())
+
+
+def sampler(temperature: float, top_k: int, seed: int, *stream: int | str) -> Choose:
+    """Return the choice by chance among the ``top_k`` most probable ids (all, where there are fewer).
+
+    The draw of token n depends on (seed, stream, n) alone. ValueError for a temperature or top_k that is not above 0.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be above 0; ask for greedy decoding instead of 0")
+    if top_k < 1:
+        raise ValueError(f"top_k {top_k} must be at least 1")
+
+    def choose(logits: Tensor, number: int) -> int:
+        best = logits.topk(min(top_k, len(logits)))
+        probabilities = torch.softmax(best.values.double() / temperature, 0).cpu()
+        draw = torch.multinomial(probabilities, 1, generator=rng.generator(seed, "sample", *stream, number))
+        return int(best.indices[int(draw)])
+
+    return choose
+
+
+@torch.no_grad()
+def continuation(
+    params: Params,
+    arch: Arch,
+    prompt: Sequence[int],
+    tokens: int,
+    choose: Choose,
+    *,
+    stop: frozenset[int] = frozenset(),
+    window: int | None = None,
+    how: Forward = DEFAULT,
+) -> Iterator[int]:
+    """Yield up to ``tokens`` ids that follow the prompt, ending after one of ``stop``.
+
+    window: the last ids that the model looks at, by default its context. ValueError for an empty prompt, or an id
+    that the model does not know.
+    """
+    ids = list(prompt)
+    if not ids:
+        raise ValueError("an empty prompt has nothing to continue; begin with the end-of-text id")
+    if not all(0 <= i < arch.vocab for i in ids):
+        raise ValueError(f"the prompt holds ids outside the model's vocabulary of {arch.vocab}; use its own tokenizer")
+    width = min(window or arch.context, arch.context)
+    weight = head_weight(params, arch)
+    for number in range(tokens):
+        seen = torch.tensor([ids[-width:]], device=weight.device)
+        last = hidden(params, {"tokens": seen}, arch, SINGLE, how)[0, -1]
+        logits = (last @ weight.to(last.dtype).t())[: arch.vocab].float()
+        ids.append(choose(logits, number))
+        yield ids[-1]
+        if ids[-1] in stop:
+            return

@@ -1,0 +1,32 @@
+"""Count a decoder's parameters and floating-point operations from its description alone."""
+
+from __future__ import annotations
+
+import math
+
+from ironfn.model.arch import Arch
+from ironfn.model.init import shapes
+
+
+def parameters(arch: Arch) -> int:
+    """Count the numbers of the model; a tied table counts once."""
+    return sum(math.prod(shape) for shape in shapes(arch).values())
+
+
+def matmul_parameters(arch: Arch) -> int:
+    """Count the numbers that every token is multiplied by: the matrices of the blocks and the head.
+
+    The input embedding is looked up, not multiplied; norms and biases are no matrices.
+    """
+    blocks = sum(math.prod(s) for path, s in shapes(arch).items() if path.startswith("blocks/") and len(s) == 2)
+    return blocks + arch.rows * arch.width
+
+
+def flops_per_token(arch: Arch, length: int) -> float:
+    """Return the operations of forward and backward for one token in a row of ``length``.
+
+    6 N + 12 layers heads head_dim length (Chowdhery et al. 2022, arXiv 2204.02311, appendix B): each matrix is used
+    three times, at 2 operations a number, and so are the two products of attention, whose causal half is not deducted.
+    """
+    attention = 12 * arch.layers * arch.heads * arch.head_dim * length
+    return 6.0 * matmul_parameters(arch) + attention
