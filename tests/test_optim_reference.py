@@ -164,12 +164,30 @@ def test_newton_schulz_brings_every_singular_value_near_one(dtype: torch.dtype) 
     assert 0.6 < s.min() < s.max() < 1.3
 
 
-def test_newton_schulz_in_bfloat16_is_as_near_to_exact_as_torchs() -> None:
-    x = torch.randn(4, 96, 160, generator=torch.Generator().manual_seed(2))
-    exact = orthogonalize(x.double())
-    ours = (orthogonalize(x.bfloat16()) - exact).norm()
-    peers = torch.stack([torch.optim._muon._zeropower_via_newtonschulz(m, COEFFICIENTS, 5, 1e-7) for m in x])
-    assert ours <= 1.1 * (peers - exact).norm()
+@pytest.mark.parametrize("shape", [(4, 96, 96), (4, 96, 160), (2, 192, 576)])
+def test_newton_schulz_in_bfloat16_is_about_as_near_to_exact_as_torchs(shape: tuple[int, ...]) -> None:
+    """torch's is 1.1 to 1.5 % off, ours as much on square matrices and up to 1.6 times that where it takes two steps at
+    a time: little beside f's own band of 0.7 to 1.2."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    u, s, vh = torch.linalg.svd(noise, full_matrices=False)
+    decaying = u * torch.arange(1.0, s.shape[-1] + 1.0).pow(-1.0) @ vh
+    factor = 1.7 if shape[-1] > shape[-2] else 1.01
+    for x in (noise, decaying):
+        exact = orthogonalize(x.double())
+        ours = (orthogonalize(x.bfloat16()) - exact).norm()
+        peers = torch.stack([torch.optim._muon._zeropower_via_newtonschulz(m, COEFFICIENTS, 5, 1e-7) for m in x])
+        assert ours <= factor * (peers - exact).norm()
+
+
+@pytest.mark.parametrize("shape", [(1, 150, 150), (3, 193, 300), (2, 96, 96)])
+def test_newton_schulz_in_strips_is_exact(shape: tuple[int, ...]) -> None:
+    """Large enough for the products to be cut into strips, at heights that the strips do not divide."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    expected = u * polynomial(s / s.norm(dim=-1, keepdim=True), 5).unsqueeze(-2) @ vh
+    torch.testing.assert_close(orthogonalize(x), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(orthogonalize(x.mT), expected.mT, rtol=0, atol=1e-9)
+    torch.testing.assert_close(orthogonalize(x.float()), expected.float(), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

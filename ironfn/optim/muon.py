@@ -70,15 +70,15 @@ def muon(
         flat_p, flat_m, flat_g = (tree.flatten(branch(t)) for t in (params, state["momentum"], grads))
         for paths in _alike({path: flat_p[path] for path in flat_g}):
             ps, ms, gs = ([flat[path] for path in paths] for flat in (flat_p, flat_m, flat_g))
-            directions = []
+            directions: list[Tensor] = []
+            dtype = precision if precision.itemsize < 4 else torch.promote_types(ms[0].dtype, precision)
             for m, g in zip(ms, gs, strict=True):
                 g = g.to(m.dtype)
                 m.lerp_(g, 1.0 - momentum)
-                directions.append(g.lerp_(m, momentum) if nesterov else m)
-            dtype = precision if precision.itemsize < 4 else torch.promote_types(ms[0].dtype, precision)
-            whole = orthogonalize(torch.stack(directions).to(dtype), steps)
+                directions.append((g.lerp_(m, momentum) if nesterov else m).to(dtype))
+            orthogonal = orthogonalize(torch.stack(directions), steps)
             rate = lr * scale(*ps[0].shape)
-            for p, direction in zip(ps, whole, strict=True):
+            for p, direction in zip(ps, orthogonal, strict=True):
                 exact = p.to(torch.promote_types(p.dtype, torch.float32))
                 exact.mul_(1.0 - lr * weight_decay).add_(direction, alpha=-rate)
                 p.copy_(exact)
@@ -91,8 +91,8 @@ def _momentum_like(p: Tensor) -> Tensor:
     return torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
 
 
-_TOGETHER = 2**22
-"""Numbers orthogonalised in one go: enough to keep the device busy, few enough for the copies to be small."""
+_TOGETHER_CPU, _TOGETHER = 2**20, 2**26
+"""Numbers orthogonalised in one go: as many as a CPU's cache holds, or as keep another device busy."""
 
 
 def _alike(flat: dict[str, Tensor]) -> Iterator[list[str]]:
@@ -101,6 +101,7 @@ def _alike(flat: dict[str, Tensor]) -> Iterator[list[str]]:
     for path, p in flat.items():
         groups.setdefault((p.shape, p.dtype, p.device), []).append(path)
     for paths in groups.values():
-        together = max(1, _TOGETHER // flat[paths[0]].numel())
+        first = flat[paths[0]]
+        together = max(1, (_TOGETHER_CPU if first.device.type == "cpu" else _TOGETHER) // max(1, first.numel()))
         for start in range(0, len(paths), together):
             yield paths[start : start + together]
