@@ -24,6 +24,9 @@ Shapes = Mapping[str, Sequence[int]]
 _NEVER_MUON = re.compile(r"(^|[/._])(embed\w*|wte|wpe|head|\w*_head|lora\w*|\w*_lora)([/._]|$)")
 """Matrices that are no map between hidden states: tables of embeddings, output heads, low-rank factors."""
 
+_NUMBER = re.compile(r"(?<![^/.])\d+(?![^/.])")
+"""A component of a path that is a number: a layer's, an expert's."""
+
 
 def shapes_of(params: Params) -> dict[str, tuple[int, ...]]:
     """Return the shape of every leaf by path."""
@@ -99,9 +102,9 @@ def _optimizers(spec: OptimSpec) -> dict[str, Optimizer]:
 
 @frozen
 class Group:
-    """Describe the leaves of one label that differ only in the numbers in their paths.
+    """Describe the leaves of one label whose paths differ only in their layer's number.
 
-    paths: in order. pattern: their common form, numbers written as ``*``. state_bytes: without the group's count.
+    paths: in order. pattern: their common form, with ``*`` for the number. state_bytes: without the group's count.
     """
 
     label: str
@@ -120,7 +123,7 @@ def groups_table(spec: OptimSpec, shapes: Shapes, dtype: torch.dtype = torch.flo
     """
     folded: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for path, label in labels_of(spec, shapes).items():
-        folded.setdefault((label, re.sub(r"\d+", "*", path), tuple(shapes[path])), []).append(path)
+        folded.setdefault((label, _NUMBER.sub("*", path), tuple(shapes[path])), []).append(path)
     rows: list[Group] = []
     for (label, pattern, shape), paths in sorted(folded.items(), key=lambda item: LABELS.index(item[0][0])):
         numbers = len(paths) * torch.Size(shape).numel()
