@@ -54,9 +54,7 @@ def run(spec: RunSpec, *, override: bool = False, restart: bool = False) -> int:
         with _watch(job, place, console, state, seconds) as watch:
             state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:
-            console.note(
-                f"stopped at step {state.step} of {spec.train.steps}, saved; to go on: ironfn pretrain {place.spec}"
-            )
+            console.note(f"saved at step {state.step} of {spec.train.steps}; to go on: ironfn pretrain {place.spec}")
             return EXIT_STOPPED
         _conclude(place, console)
         return 0
@@ -220,7 +218,7 @@ def _watch(job: Job, place: RunDir, console: Console, state: State, seconds: flo
                 rows.write(_describe(job, flops, peak))
             console.note(
                 f"{spec.name}: {parameters(job.arch) / 1e6:.1f} M parameters on {job.device}, "
-                f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, step {state.step} of {spec.train.steps}"
+                f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, {state.step} of {spec.train.steps} steps"
             )
             meter = Meter(spec.train.steps, state.step, seconds, time.perf_counter)
             tokenizer = Tokenizer.from_file(str(job.train.tokenizer))

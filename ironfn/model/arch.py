@@ -14,7 +14,7 @@ from ironfn.spec.records import ModelSpec
 class Arch:
     """Fix the shapes and the mathematics of a decoder.
 
-    vocab: ids that exist. rows: rows of the embedding, a multiple chosen by the spec; logits beyond ``vocab`` do not exist.
+    vocab: ids that exist. rows: rows of the embedding, a multiple chosen by the spec; logits past ``vocab`` are none.
     """
 
     vocab: int

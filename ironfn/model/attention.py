@@ -20,7 +20,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q, k, v) -> mixed v, causal."""
 
 Attention: TypeAlias = "Callable[[Tensor | None], Attend]"
-"""From the batch's ``segment`` (None: each row is one document) to the function that all blocks of this forward call."""
+"""From the batch's ``segment`` (None: each row is one document) to what all blocks of this forward pass call."""
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -74,7 +74,7 @@ def by_span(segment: Tensor | None) -> Attend:
 
 
 def allowed(segment: Tensor) -> Tensor:
-    """Return the bool mask [rows, 1, length, length] of who may look at whom. Padding sees itself, so no row is empty."""
+    """Return the bool mask [rows, 1, length, length] of who may look at whom; padding sees padding."""
     length = segment.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
     return (causal & (segment[:, None, :] == segment[:, :, None]))[:, None]

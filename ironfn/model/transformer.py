@@ -36,7 +36,7 @@ def keep(block: Block, *arguments: Any) -> Tensor:
 class Forward:
     """Choose how to compute, not what: none of this changes the mathematics.
 
-    compute: dtype of the matrix products; None takes the parameters'. float32: leaves (path regex) that stay in float32.
+    compute: dtype of the matrix products; None takes the parameters'. float32: leaves (path regex) kept in float32.
     attention: how documents are kept apart. run: how a block is called. dropout: None when evaluating.
     """
 
@@ -194,7 +194,7 @@ def head_weight(params: Params, arch: Arch) -> Tensor:
 
 
 def logits(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
-    """Return the logits [B, T, vocab] of every position, whole on every rank. For looking and sampling, not for training."""
+    """Return the logits [B, T, vocab] of every position, whole on every rank: to look at, not to train with."""
     x = enter(hidden(params, batch, arch, mesh, how), mesh)
     weight = head_weight(params, arch).to(x.dtype)
     return mesh.tp.backend.all_gather(x @ weight.t(), 2)[..., : arch.vocab]

@@ -11,7 +11,7 @@ from attrs import field, frozen
 class ModelSpec:
     """Describe a decoder. ``preset`` names the family whose values fill what the file leaves out.
 
-    vocab_size: ids that exist; None takes the tokenizer's. pad_vocab_to: rows of the table are rounded up to a multiple.
+    vocab_size: ids that exist; None takes the tokenizer's. pad_vocab_to: the table's rows are rounded up to a multiple.
     kv_heads, head_dim, ffn: None means heads, width / heads, and the family's usual multiple of the width.
     """
 
@@ -179,7 +179,7 @@ class MeshSpec:
 
 @frozen
 class PrecisionSpec:
-    """State the dtypes: of the stored parameters, of the matrix products, and which leaves (path regex) compute in float32.
+    """State the dtypes of the parameters, of the products, and which leaves (path regex) compute in float32.
 
     bfloat16 parameters are trained through float32 master weights.
     """
