@@ -218,7 +218,7 @@ def _watch(job: Job, place: RunDir, console: Console, state: State, seconds: flo
                 rows.write(_describe(job, flops, peak))
             console.note(
                 f"{spec.name}: {parameters(job.arch) / 1e6:.1f} M parameters on {job.device}, "
-                f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, {state.step} of {spec.train.steps} steps"
+                f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, {state.step}/{spec.train.steps} steps"
             )
             meter = Meter(spec.train.steps, state.step, seconds, time.perf_counter)
             tokenizer = Tokenizer.from_file(str(job.train.tokenizer))
