@@ -1,0 +1,80 @@
+"""Say what stands in a row, so that a person can read it: which text is trained, masked or padding, and where it parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Literal, TypeAlias
+
+from attrs import frozen
+
+from ironfn.data.tokenizer import Vocabulary
+from ironfn.types import Batch
+
+Kind: TypeAlias = Literal["trained", "masked", "control", "document", "padding"]
+Part: TypeAlias = Literal["", "prefix", "middle", "suffix"]
+
+
+@frozen
+class Span:
+    """Hold a stretch of a row.
+
+    kind: ``trained`` and ``masked`` text; a ``control`` token by its name (masked: within brackets of its own); where a
+    ``document`` begins or goes on; ``padding``. part: the FIM part that the text is, if its sentinel is in the row.
+    tokens: how many.
+    """
+
+    kind: Kind
+    text: str
+    part: Part
+    tokens: int
+
+
+def spans(batch: Batch, row: int, vocabulary: Vocabulary) -> Iterator[Span]:
+    """Yield the targets of a row as stretches of one kind, in order.
+
+    A batch without segments attends to whole rows: no document is named, its end token still shows.
+    """
+    targets: list[int] = batch["targets"][row].tolist()
+    weights: list[float] = batch["weight"][row].tolist()
+    segments: list[int] = batch["segment"][row].tolist() if "segment" in batch else [0] * len(targets)
+    at = 0
+    for segment, group in groupby(segments):
+        count = len(list(group))
+        if segment == -1:
+            yield Span("padding", "", "", count)
+        else:
+            if "segment" in batch:
+                begins = int(batch["tokens"][row, at]) == vocabulary.eos
+                yield Span("document", f"document {segment + 1}" + ("" if begins else ", continued"), "", 0)
+            yield from _document(targets[at : at + count], weights[at : at + count], vocabulary)
+        at += count
+
+
+def _document(targets: list[int], weights: list[float], vocabulary: Vocabulary) -> Iterator[Span]:
+    names = _names(vocabulary)
+    part: Part = ""
+
+    def kind_of(t: int) -> tuple[bool, int | None]:
+        return weights[t] > 0, targets[t] if targets[t] in vocabulary.controls else None
+
+    for (trained, control), group in groupby(range(len(targets)), kind_of):
+        places = list(group)
+        if control is None:
+            ids = targets[places[0] : places[-1] + 1]
+            text = vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+            yield Span("trained" if trained else "masked", text, part, len(ids))
+            continue
+        name, part = names.get(control, (vocabulary.controls[control], part))
+        for _ in places:
+            yield Span("control", name if trained else f"masked {name}", "", 1)
+
+
+def _names(vocabulary: Vocabulary) -> dict[int, tuple[str, Part]]:
+    """Return the control tokens that mean something here: a name for each, and the part that it opens."""
+    names: dict[int, tuple[str, Part]] = {vocabulary.eos: ("end", "")}
+    if vocabulary.fim is not None:
+        names[vocabulary.fim.prefix] = ("fim prefix", "prefix")
+        names[vocabulary.fim.middle] = ("fim middle", "middle")
+        names[vocabulary.fim.suffix] = ("fim suffix", "suffix")
+    return names
