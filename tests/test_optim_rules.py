@@ -86,15 +86,17 @@ def test_donated_buffers_give_the_values_of_copies(name: str, dtype: torch.dtype
         assert list(tree.flatten(state_a)) == list(tree.flatten(state_b))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(all_optimizers()))
-def test_a_state_survives_being_written_by_path_and_read_back(name: str) -> None:
-    """What a checkpoint does: the tree becomes paths, tensors with their dtypes, and a tree again."""
+def test_a_state_survives_being_written_by_path_and_read_back(name: str, dtype: torch.dtype) -> None:
+    """What a checkpoint does: the tree becomes paths, tensors with their dtypes, and a tree again. Float32 throughout,
+    whatever the parameters are."""
     optimizer = pure(all_optimizers()[name])
-    params = draw(MODEL, 0)
-    params, state = optimizer.update(draw(MODEL, 1), optimizer.init(params), params, 0.01)
+    params = draw(MODEL, 0, dtype)
+    params, state = optimizer.update(draw(MODEL, 1, dtype), optimizer.init(params), params, 0.01)
     reread = tree.unflatten({path: leaf.clone() for path, leaf in tree.flatten(state).items()})
-    one = optimizer.update(draw(MODEL, 2), state, params, 0.01)
-    two = optimizer.update(draw(MODEL, 2), reread, params, 0.01)
+    one = optimizer.update(draw(MODEL, 2, dtype), state, params, 0.01)
+    two = optimizer.update(draw(MODEL, 2, dtype), reread, params, 0.01)
     assert snapshot(*one) == snapshot(*two)
     assert all(leaf.dtype in (torch.float32, torch.int64) for leaf in tree.leaves(one[1]))
 
@@ -150,6 +152,15 @@ def test_bfloat16_weights_move_through_float32_masters(spec: OptimSpec) -> None:
 
     assert moved_by(make_optimizer(spec, params()), params()) == pytest.approx(0.06, abs=2**-8)
     assert moved_by(adamw(weight_decay=0.0), params()) == 0.0
+
+
+@pytest.mark.parametrize("optimizer", [adamw(), muon()])
+def test_half_precision_parameters_are_moved_in_float32_and_rounded_once(optimizer: Optimizer) -> None:
+    half, grads = {"w": draw({"w": (6, 9)}, 0, torch.bfloat16)["w"]}, draw({"w": (6, 9)}, 1, torch.bfloat16)
+    exact = {"w": half["w"].float()}
+    expected, _ = optimizer.update({"w": grads["w"].float()}, optimizer.init(exact), exact, 0.1)
+    moved, _ = optimizer.update(grads, optimizer.init(half), half, 0.1)
+    assert moved["w"].equal(expected["w"].bfloat16())
 
 
 def test_masters_train_exactly_as_float32_weights_that_see_the_same_gradients() -> None:

@@ -27,9 +27,9 @@ def scale_to_norm(grads: Params, norm: Tensor, max_norm: float) -> Params:
     """
     if not max_norm > 0.0:
         raise ValueError(f"the norm to clip to is {max_norm}; it must be above 0 (no clipping is null)")
-    if norm.device.type == "cpu" and norm <= max_norm:
-        return grads  # times 1, without reading the gradients once more
-    torch._foreach_mul_(tree.leaves(grads), (max_norm / norm).clamp(max=1.0))
+    factor = (max_norm / norm).clamp(max=1.0)
+    if factor.device.type != "cpu" or factor != 1.0:  # on a GPU, asking costs more than a multiplication by 1
+        torch._foreach_mul_(tree.leaves(grads), factor)
     return grads
 
 
