@@ -32,7 +32,9 @@ def test_every_shipped_spec_loads_and_says_what_it_is(file: Path) -> None:
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_the_dump_of_a_spec_loads_as_the_same_spec(file: Path, tmp_path: Path) -> None:
-    spec = load_spec([file], ["report.prompts=['no', '1e-5', \"a\\n b: #\\t\"]", "optim.groups.wq$=adamw"], PRESETS)
+    hard = r"""report.prompts=['no', '1e-5', "a\n b: #\t", "\x85", "é\u2028\0"]"""
+    spec = load_spec([file], [hard, "optim.groups.wq$=adamw"], PRESETS)
+    assert spec.report.prompts[2:] == ["a\n b: #\t", "\x85", "é\u2028\0"]
     assert load(tmp_path, dump_spec(spec)) == spec
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import difflib
 import functools
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path as File
 from typing import Any, get_origin
 
 from cattrs import Converter
-from ruamel.yaml import YAML
 
 from ironfn.spec.check import check
+from ironfn.spec.dump import dump_spec
 from ironfn.spec.errors import Fault, Place, SpecError
 from ironfn.spec.hints import hint, matches
 from ironfn.spec.nodes import Node, Refused, parse, read
 from ironfn.spec.records import ModelSpec, RunSpec
 from ironfn.spec.structure import Path, Wrong, converter, fields_of, show, structure
+
+__all__ = ["dump_spec", "load_spec"]
 
 Presets = Mapping[str, Mapping[str, object]]
 
@@ -51,19 +52,6 @@ def load_spec(files: Sequence[File], overrides: Sequence[str], presets: Presets,
     if faults:
         raise SpecError(faults)
     return spec
-
-
-def dump_spec(spec: RunSpec) -> str:
-    """Write a spec as the YAML text that `load_spec` reads back to the same record."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
-    yaml.allow_unicode = True
-    yaml.width = 10_000
-    yaml.representer.ignore_aliases = lambda data: True
-    text = io.StringIO()
-    yaml.dump(Converter().unstructure(spec), text)
-    return text.getvalue()
 
 
 def overlay(base: Node, top: Node) -> Node:

@@ -53,7 +53,7 @@ class TokenizerSpec:
 
 @frozen
 class FimSpec:
-    """Rearrange a share ``rate`` of the training documents for fill-in-the-middle (Bavarian et al. 2022, arXiv 2207.14255).
+    """Rearrange a share ``rate`` of the training documents: fill-in-the-middle (Bavarian 2022, arXiv 2207.14255).
 
     Validation and test stay as written, so that their loss compares between runs.
     spm_rate: the share of those written suffix first. spans: cut at any character, or only at line starts.
@@ -66,7 +66,7 @@ class FimSpec:
 
 @frozen
 class SetSpec:
-    """Name the sources of one token store: files, directories, globs, or ``stdlib:code`` / ``stdlib:prose`` / ``stdlib:``.
+    """Name the sources of one token store: files, directories, globs, ``stdlib:code``, ``stdlib:prose`` or ``stdlib:``.
 
     text: the field that holds the text in jsonl and parquet. split_on: what parts the documents of a text file, such as
     a blank line ("\\n\\n"); None makes each file one document. weight: the set's share of a mixture.
@@ -155,7 +155,7 @@ class ScheduleSpec:
 
 @frozen
 class OptimSpec:
-    """Choose the optimizer. groups: path regex -> one of muon, muon_no_decay, adamw, adamw_no_decay; first match wins."""
+    """Choose the optimizer. groups: path regex -> muon, muon_no_decay, adamw, adamw_no_decay; first match wins."""
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = 3e-4
@@ -212,7 +212,7 @@ class TrainSpec:
 
 @frozen
 class CheckpointSpec:
-    """Save every ``every`` steps and at the end; keep the newest ``keep`` and each one at a multiple of ``keep_every``."""
+    """Save every ``every`` steps and at the end; keep the newest ``keep`` and each multiple of ``keep_every``."""
 
     every: int = 100
     keep: int = 2
