@@ -102,20 +102,11 @@ def replace_whole(path: Path, data: Buffer, files: Files = DISK) -> None:
     files.sync_directory(path.parent)
 
 
-def read_whole(path: Path, limit: int, files: Files) -> bytes:
-    """Read a file of at most ``limit`` bytes. ValueError, before anything is allocated, for a larger one."""
-    size = files.size(path)
-    if size > limit:
-        raise ValueError(f"{path.name} has {size} bytes, more than the {limit} that are allowed")
-    data = bytearray(size)
-    with files.open(path) as file:
-        got = files.read(file, data, 0)
-    return bytes(data[:got])
-
-
 def make_directories(path: Path, files: Files) -> None:
     """Make a directory and its missing parents, and bring their entries to the disk."""
-    if not path.is_dir():
+    try:
+        files.names(path)
+    except FileNotFoundError:
         make_directories(path.parent, files)
         files.mkdir(path)
         files.sync_directory(path.parent)

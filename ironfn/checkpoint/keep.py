@@ -20,9 +20,7 @@ OUTGOING = ".old-"
 
 def steps(directory: Path, files: Files = DISK) -> dict[int, Path]:
     """Return the checkpoints in a directory, whole or not, by step, oldest first."""
-    if not directory.is_dir():
-        return {}
-    found = ((step_of(name), directory / name) for name in files.names(directory))
+    found = ((step_of(name), directory / name) for name in _names(directory, files))
     return dict(sorted((step, path) for step, path in found if step is not None))
 
 
@@ -83,7 +81,7 @@ def prune(directory: Path, keep: int, keep_every: int | None = None, files: File
 
 def tidy(directory: Path, files: Files = DISK) -> None:
     """Remove what a death in the middle of a save or of a deletion left behind. Only for the one who may save here."""
-    names = files.names(directory) if directory.is_dir() else []
+    names = _names(directory, files)
     for name in names:
         if name.startswith(ASIDE) and step_of(name.removeprefix(ASIDE)) is not None:
             remove(directory / name, files)
@@ -93,6 +91,13 @@ def tidy(directory: Path, files: Files = DISK) -> None:
         elif step is not None:  # died between the two renames: the old one is still the checkpoint of its step
             files.rename(directory / name, directory / step_name(step))
             files.sync_directory(directory)
+
+
+def _names(directory: Path, files: Files) -> list[str]:
+    try:
+        return files.names(directory)
+    except FileNotFoundError:
+        return []
 
 
 def remove(path: Path, files: Files) -> None:

@@ -60,14 +60,14 @@ def seal(manifest: Manifest) -> bytes:
     return data
 
 
-def unseal(data: bytes) -> Manifest:
+def unseal(data: bytes | memoryview) -> Manifest:
     """Read a manifest's bytes back. DamagedCheckpoint for any byte that is not as it was written.
 
     ValueError for a version that this code does not know: that is no damage.
     """
     if len(data) > MAX_BYTES:
         raise DamagedCheckpoint(f"the manifest has {len(data)} bytes, more than the {MAX_BYTES} that are allowed")
-    packed, tail = data[:-18], data[-18:]
+    packed, tail = memoryview(data)[:-18], bytes(data[-18:])
     if len(data) <= 18 or tail != _DIGEST_MARK + xxhash.xxh3_128_digest(packed):
         raise DamagedCheckpoint("the manifest's bytes do not match its own checksum")
     limits = {"max_map_len": MAX_LEAVES, "max_array_len": _MAX_ARRAY, "max_ext_len": 0}
@@ -136,6 +136,9 @@ def _manifest(top: dict[Any, Any]) -> Manifest:
         files[name] = FileRecord(_natural(size, name), _digest(checksum, name))
     leaves = {_path(path): _leaf(path, told) for path, told in _map(top["leaves"], "leaves").items()}
     empty = tuple(_path(path) for path in _map(top["empty"], "empty"))
+    for path in (*leaves, *empty):
+        through = [path[:place] for place, char in enumerate(path) if char == "/" and path[:place] in leaves]
+        _need(not through, f"leaf path {path!r}", f"runs through the leaf {''.join(through[:1])!r}")
     manifest = Manifest(_natural(top["step"], "step"), _map(top["meta"], "meta"), leaves, files, empty)
     for name, entries in entries_of(manifest).items():
         size = len(header(entries)) + (entries[-1].end if entries else 0)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import xxhash
 from attrs import define, frozen
 
-from ironfn.checkpoint.files import DISK, Files, read_whole
+from ironfn.checkpoint.files import DISK, Files
 from ironfn.checkpoint.manifest import (
     MAX_BYTES,
     NAME,
@@ -61,18 +61,33 @@ def _damage(file: str, leaf: str | None = None) -> Generator[None]:
 
 
 def read_manifest(path: Path, files: Files = DISK) -> Manifest:
-    """Read the manifest of the checkpoint at ``path``. DamagedCheckpoint where it is not whole."""
-    with _damage(NAME):
-        try:
-            manifest = unseal(read_whole(path / NAME, MAX_BYTES, files))
-        except DamagedCheckpoint as error:
-            raise _Damage(Problem(NAME, None, str(error))) from error
-        except FileNotFoundError as error:
-            raise _Damage(Problem(NAME, None, f"missing, so {path} holds no whole checkpoint")) from error
+    """Read the manifest of the checkpoint at ``path``. DamagedCheckpoint where it is not whole.
+
+    ValueError for a manifest of a version that is not known: that is no damage.
+    """
+    try:
+        with _damage(NAME):
+            manifest = unseal(_read_bounded(path / NAME, files))
+    except _Damage:
+        raise
+    except DamagedCheckpoint as error:
+        raise _Damage(Problem(NAME, None, str(error))) from error
     step = step_of(path.name)
     if step is not None and step != manifest.step:
         raise _Damage(Problem(NAME, None, f"is of step {manifest.step}, but the directory is {path.name}"))
     return manifest
+
+
+def _read_bounded(path: Path, files: Files) -> memoryview:
+    try:
+        size = files.size(path)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint("missing, so there is no whole checkpoint here") from error
+    if size > MAX_BYTES:
+        raise DamagedCheckpoint(f"has {size} bytes, more than the {MAX_BYTES} that are allowed")
+    data = bytearray(size)
+    with files.open(path) as file:
+        return memoryview(data)[: files.read(file, data, 0)]
 
 
 def step_name(step: int) -> str:

@@ -85,8 +85,8 @@ def save(
         files.sync_directory(aside)
         _publish(aside, final, files)
     except BaseException:
-        with suppress(OSError):  # the space is given back if that is possible; the first error is the one to tell
-            remove(aside, files)
+        with suppress(OSError):  # all is put back as it was if that is possible; the first error is the one to tell
+            tidy(directory, files)
         raise
     return final
 
