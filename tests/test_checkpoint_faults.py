@@ -155,6 +155,7 @@ def test_the_power_may_go_before_any_operation(name: str) -> None:
             assert step >= 2 + (done and name != "the same step again")
             assert float(best.tree["params"]["w"][0, 0]) == step  # type: ignore[index]
             found.add(step)
+            assert all(is_intact(directory, step, left.files) for step in steps(directory, left.files))
             ACTIONS[name](directory, left.files)
             assert all(is_intact(directory, step, left.files) for step in steps(directory, left.files))
             assert all(n.startswith("step-") for n in left.files.names(directory))

@@ -90,7 +90,6 @@ def tidy(directory: Path, files: Files = DISK) -> None:
             remove(directory / name, files)
         elif step is not None:  # died between the two renames: the old one is still the checkpoint of its step
             files.rename(directory / name, directory / step_name(step))
-            files.sync_directory(directory)
 
 
 def _names(directory: Path, files: Files) -> list[str]:
