@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -129,4 +129,4 @@ def swap(path: Path, draw: random.Random) -> str:
     return f"{file.name} taken from {older.name}"
 
 
-HARMS: dict[str, Harm] = {"flip": flip, "truncate": truncate, "blank": blank, "delete": delete, "swap": swap}
+HARMS: Mapping[str, Harm] = {"flip": flip, "truncate": truncate, "blank": blank, "delete": delete, "swap": swap}

@@ -15,6 +15,7 @@ from attrs import frozen
 from cattrs import Converter
 from ruamel.yaml import YAML
 
+from ironfn.checkpoint import tidy
 from ironfn.checkpoint.files import DISK, Files, make_directories, replace_whole
 from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
@@ -73,6 +74,8 @@ class RunDir:
     def held(self) -> Generator[RunDir]:
         """Make the directory and keep every other process out of it until the block ends, or this process does.
 
+        What the death of an earlier process left among the checkpoints is put in order.
+
         The lock is the kernel's (flock on ``lock``), which dies with its process: a file left behind locks nothing.
         ValueError, with the pid, while another process holds it.
         """
@@ -82,6 +85,7 @@ class RunDir:
             _lock(descriptor, self.path)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            tidy(self.checkpoints)
             try:
                 yield self
             finally:

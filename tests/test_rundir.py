@@ -12,9 +12,11 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 
 from drivers.rundir import RunDir, differences
 from drivers.signals import EXIT_INTERRUPTED, EXIT_STOPPED, stop_requested
+from ironfn.checkpoint import save
 from ironfn.spec.load import dump_spec
 from ironfn.spec.records import ModelSpec, RunSpec, TrainSpec
 
@@ -87,6 +89,15 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_whoever_holds_it_puts_a_dead_process_checkpoints_in_order(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    path = save(run.checkpoints, 1, {"a": torch.ones(1)}, {})
+    path.rename(run.checkpoints / ".old-step-00000001")  # died between the two renames of a replacement
+    (run.checkpoints / ".tmp-step-00000001").mkdir()
+    with run.held():
+        assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000001"]
 
 
 def test_the_spec_is_written_and_what_binds_may_not_change(tmp_path: Path) -> None:
