@@ -40,7 +40,7 @@ def figures(layers: int = LAYERS, rounds: int = 5) -> Iterator[Figure]:
     yield _ratio("adamw_update_ratio", "<= 1.2", whole, adamw(), _fused_adamw, rounds)
     yield _ratio("muon_update_ratio", "<= 1.0", blocks, muon(precision=torch.bfloat16), _torch_muon, rounds)
     with _no_bfloat16():
-        yield _ratio("muon_float32_update_ratio", "<= 1.0", blocks, muon(), _torch_muon, rounds)
+        yield _ratio("muon_float32_update_ratio", "<= 1.0", blocks, muon(), _torch_muon, min(rounds, 3))
     yield _state_bytes("adamw_state_bytes_ratio", whole, adamw(), 2 * 4, 8)
     yield _state_bytes("muon_state_bytes_ratio", blocks, muon(), 4, 0)
 
