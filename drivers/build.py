@@ -14,7 +14,7 @@ from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch, complete
-from ironfn.model.attention import Dropout, by_mask, by_span
+from ironfn.model.attention import Dropout, by_mask, by_span, written_out
 from ironfn.model.init import abstract, init
 from ironfn.model.tables import table
 from ironfn.model.transformer import Forward, keep
@@ -59,7 +59,7 @@ class Job:
 
     def noise(self, state: State, batch: Batch) -> dict[str, float]:
         """Measure the gradient noise scale on a batch."""
-        loss = lm_loss(self.arch, evolve(self.how, attention=by_mask), chunk=self.spec.train.loss_chunk)
+        loss = lm_loss(self.arch, evolve(self.how, attention=written_out), chunk=self.spec.train.loss_chunk)
         return noise_scale(loss, state.params, batch, self.mesh)
 
 

@@ -94,7 +94,5 @@ def optimizer(name: str) -> Optimizer:
     plain = adamw(weight_decay=0.1)
     if name == "adamw":
         return plain
-    matrices = partition(
-        {"muon": muon(), "adamw": plain}, lambda path: "muon" if "/w" in path and "head" not in path else "adamw"
-    )
-    return matrices
+    groups = {"muon": muon(), "adamw": plain}
+    return partition(groups, lambda path: "muon" if "/w" in path and "head" not in path else "adamw")

@@ -43,8 +43,8 @@ class NonFiniteError(ArithmeticError):
 def stop(metrics: Metrics) -> None:
     """Refuse a step that is not finite: the default policy."""
     raise NonFiniteError(
-        f"step {metrics['step']:.0f}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing is updated. "
-        "Lower optim.lr, lengthen the warm-up, or set optim.nonfinite: skip to leave such steps out"
+        f"step {metrics['step']:.0f}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing was "
+        "updated: lower optim.lr, lengthen the warm-up, or set optim.nonfinite: skip to leave such steps out"
     )
 
 

@@ -13,7 +13,7 @@ from ironfn.types import Batch, Loss, Params
 def per_row_grads(loss: Loss, params: Params, batch: Batch, mesh: Mesh) -> Params:
     """Return the gradient of every row's own mean loss: leaves [rows, …], by `torch.func.vmap` over `torch.func.grad`.
 
-    The loss must keep documents apart by a mask (`attention.by_mask`): vmap cannot branch on data.
+    Its attention must be `attention.written_out`: vmap can neither branch on data nor enter SDPA's CPU kernel.
     """
 
     def mean(params: Params, row: Batch) -> Tensor:

@@ -95,7 +95,7 @@ def squared_norm(grads: Params, table: Table, mesh: Mesh) -> Tensor:
         by_axis.setdefault(None if axis is None or mesh.axis(axis).size == 1 else axis, []).append(grad)
     total = None
     for axis, part in sorted(by_axis.items(), key=lambda item: item[0] or ""):
-        square = tree.norm({str(i): leaf for i, leaf in enumerate(part)}).square()
+        square = tree.norm({str(i): leaf for i, leaf in enumerate(part)}).double().square()
         if axis is not None:
             square = mesh.axis(axis).backend.all_reduce(square)
         total = square if total is None else total + square

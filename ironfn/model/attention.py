@@ -81,11 +81,31 @@ def allowed(segment: Tensor) -> Tensor:
 
 
 def by_mask(segment: Tensor | None) -> Attend:
-    """Attend under a mask [rows, 1, length, length]: for transforms that cannot branch on data (vmap, compile)."""
+    """Attend under a mask [rows, 1, length, length]: for a compiler, which cannot branch on data."""
     if segment is None:
         return _sdpa
     mask = allowed(segment)
     return lambda q, k, v: _sdpa(q, k, v, mask)
+
+
+def written_out(segment: Tensor | None, drop: Callable[[Tensor], Tensor] = lambda p: p) -> Attend:
+    """Attend with every probability there to be seen: for `torch.func` (SDPA's CPU kernel has neither
+    a forward derivative nor a rule for vmap) and for dropout.
+
+    drop: what happens to the probabilities [rows, heads, length, length] before they weigh the values.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        share = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(share, dim=2).transpose(1, 2) for x in (k, v))
+        one = torch.zeros(q.shape[:2], dtype=torch.long, device=q.device)
+        mask = allowed(one if segment is None else segment.to(q.device))
+        scores = q.transpose(1, 2) @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+        high = torch.promote_types(q.dtype, torch.float32)
+        probabilities = scores.masked_fill(~mask, -math.inf).to(high).softmax(-1).to(q.dtype)
+        return (drop(probabilities) @ v).transpose(1, 2)
+
+    return attend
 
 
 @frozen
@@ -106,18 +126,13 @@ class Dropout:
         return rng.dropout(x, self.rate, rng.key(self.seed, "dropout", place), coordinates)
 
     def attention(self, segment: Tensor | None, place: str, rows: Tensor, first_head: int) -> Attend:
-        """Return an attention that drops from its probabilities; it has to build them."""
+        """Return an attention that drops from its probabilities."""
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            share, length, device = q.shape[2] // k.shape[2], q.shape[1], q.device
-            k, v = (x.repeat_interleave(share, dim=2).transpose(1, 2) for x in (k, v))
-            mask = allowed(torch.zeros(q.shape[:2], dtype=torch.long, device=device) if segment is None else segment)
-            scores = q.transpose(1, 2) @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
-            probabilities = scores.masked_fill(~mask.to(device), -math.inf).float().softmax(-1).to(q.dtype)
-            heads = torch.arange(first_head, first_head + q.shape[2], device=device)
-            places = torch.arange(length, device=device)
+        def drop(probabilities: Tensor) -> Tensor:
+            device = probabilities.device
+            heads = torch.arange(first_head, first_head + probabilities.shape[1], device=device)
+            places = torch.arange(probabilities.shape[2], device=device)
             coordinates = [rows.to(device), heads, places, places]
-            kept = rng.dropout(probabilities, self.rate, rng.key(self.seed, "dropout", place), coordinates)
-            return (kept @ v).transpose(1, 2)
+            return rng.dropout(probabilities, self.rate, rng.key(self.seed, "dropout", place), coordinates)
 
-        return attend
+        return written_out(segment, drop)

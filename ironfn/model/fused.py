@@ -63,7 +63,7 @@ class _RmsNorm(torch.autograd.Function):
         x_high, grad = x.to(high), grad.to(high)
         both = grad * x_high
         along = (both @ scale.to(high)).unsqueeze(-1) * rstd.pow(3) / width
-        x_grad = (grad * scale).mul_(rstd).addcmul_(x_high, along, value=-1).to(x.dtype)
+        x_grad = (grad * scale).mul_(rstd).sub_(x_high * along).to(x.dtype)
         scale_grad = (rstd.flatten() @ both.flatten(0, -2)).to(scale.dtype) if ctx.needs_input_grad[1] else None
         return x_grad, scale_grad, None
 
@@ -232,8 +232,8 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     turned = x * cos
-    turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    turned[..., :half].sub_(x[..., half:] * sin[..., :half])
+    turned[..., half:].add_(x[..., :half] * sin[..., half:])
     return turned.to(x.dtype)
 
 
