@@ -52,10 +52,10 @@ class _CrossEntropy(torch.autograd.Function):
         axis: Axis,
         vocab: int,
         chunk: int,
-        need: tuple[bool, bool],
+        need_x: bool,
+        need_w: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         first = axis.index * w.shape[0]
-        need_x, need_w = need
         x_grad = torch.zeros_like(x) if need_x else x.new_empty(0)
         w_grad = torch.zeros_like(w) if need_w else w.new_empty(0)
         w_used = w.to(x.dtype)
@@ -95,7 +95,7 @@ class _CrossEntropy(torch.autograd.Function):
         need_x, need_w, *_ = ctx.needs_input_grad
         if not (plain(grad) and float(grad) == 1.0):  # nearly always 1: then no second copy of the gradients is made
             x_grad, w_grad = x_grad * grad.to(x_grad.dtype), w_grad * grad.to(w_grad.dtype)
-        return x_grad if need_x else None, w_grad if need_w else None, *[None] * 6
+        return x_grad if need_x else None, w_grad if need_w else None, *[None] * 7
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, *_: None) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -139,6 +139,5 @@ def cross_entropy(
     targets and weight [...]. Ids at ``vocab`` and above are padding of the table and have no probability.
     chunk: positions whose logits exist at one time.
     """
-    need = (_wanted(x), _wanted(w))
     flat = (x.flatten(0, -2), w, targets.flatten(), weight.flatten())
-    return _CrossEntropy.apply(*flat, axis, vocab, chunk, need)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _CrossEntropy.apply(*flat, axis, vocab, chunk, _wanted(x), _wanted(w))[0]  # pyright: ignore[reportOptionalSubscript]
