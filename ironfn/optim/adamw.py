@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -24,12 +25,8 @@ def adamw(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_dec
     A half-precision parameter is updated in float32 and rounded once; small steps are lost in that rounding, so train
     such parameters inside ``master_weights``. ValueError for a beta outside [0, 1), an eps or a decay below 0.
     """
-    for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"adamw: {name} is {value}; it must be at least 0 and below 1")
-    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0.0:
-            raise ValueError(f"adamw: {name} is {value}; it must not be negative")
+    _check(beta1, beta2, eps, weight_decay)
+    move = partial(_move, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
     def init(params: Params) -> Params:
         return {
@@ -37,18 +34,6 @@ def adamw(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_dec
             "m": tree.map(_moment_like, params),
             "v": tree.map(_moment_like, params),
         }
-
-    def move(leaves: list[_Leaf], count: int, lr: float) -> None:
-        """Move leaves of one dtype and device, in place and in one call."""
-        ps, gs, ms, vs = (list(column) for column in zip(*leaves, strict=True))
-        device = ps[0].device
-        fused = device.type in _FUSED
-        # The peer adds one to each of the counts, and wants them beside the parameters when it is fused.
-        counts = torch.full((len(ps),), float(count), device=device if fused else None).unbind()
-        torch_adamw(
-            ps, gs, ms, vs, [], list(counts), fused=fused, foreach=False, amsgrad=False, maximize=False,
-            beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, lr=lr,
-        )  # fmt: skip
 
     @torch.no_grad()
     def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
@@ -81,6 +66,16 @@ _FUSED = frozenset({"cpu", "cuda", "mps", "xpu", "hpu"})
 """The kinds of device that torch has a fused kernel for."""
 
 
+def _move(leaves: list[_Leaf], count: int, lr: float, **numbers: float) -> None:
+    """Move leaves of one dtype and device, in place and in one call, for the time ``count`` + 1."""
+    ps, gs, ms, vs = (list(column) for column in zip(*leaves, strict=True))
+    device = ps[0].device
+    fused = device.type in _FUSED
+    # The peer adds one to each of the counts, and wants them beside the parameters when it is fused.
+    counts = list(torch.full((len(ps),), float(count), device=device if fused else None).unbind())
+    torch_adamw(ps, gs, ms, vs, [], counts, fused=fused, foreach=False, amsgrad=False, maximize=False, lr=lr, **numbers)
+
+
 def _moment_like(p: Tensor) -> Tensor:
     dtype = torch.promote_types(p.dtype, torch.float32)
     return torch.zeros(p.shape, dtype=dtype, device=p.device)
@@ -93,3 +88,12 @@ def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     would be read in the wrong order without a word.
     """
     return x.to(dtype).contiguous()
+
+
+def _check(beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    for name, value in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"adamw: {name} is {value}; it must be at least 0 and below 1")
+    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0.0:
+            raise ValueError(f"adamw: {name} is {value}; it must not be negative")
