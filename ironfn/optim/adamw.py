@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ _FUSED = frozenset({"cpu", "cuda", "mps", "xpu", "hpu"})
 """The kinds of device that torch has a fused kernel for."""
 
 
-def _move(leaves: list[_Leaf], count: int, lr: float, **numbers: float) -> None:
+def _move(leaves: list[_Leaf], count: int, lr: float, **numbers: Any) -> None:
     """Move leaves of one dtype and device, in place and in one call, for the time ``count`` + 1."""
     ps, gs, ms, vs = (list(column) for column in zip(*leaves, strict=True))
     device = ps[0].device
