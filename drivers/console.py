@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from ironfn.report.rows import EvaluationRow, TrainRow, Value
+from ironfn.report.words import bytes_in_words, seconds_in_words, visible
 
 if TYPE_CHECKING:
     from .live import Live
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Console:
@@ -61,18 +58,18 @@ class Console:
         """Show a continuation of a prompt."""
         if self._live is not None:
             live = self._live
-            self._guard(lambda: live.sample(step, printable(prompt), printable(text)))
+            self._guard(lambda: live.sample(step, visible(prompt), visible(text)))
         else:
             ascii_only = "utf" not in (self._stream.encoding or "").lower()
             self._print(sample_line(step, prompt, text, ascii_only))
 
     def note(self, text: str) -> None:
         """Say something else, such as where a checkpoint was saved."""
-        self._print(printable(text))
+        self._print(visible(text))
 
     def warn(self, text: str) -> None:
         """Say something that the person should see to."""
-        self._print(f"warning: {printable(text)}")
+        self._print(f"warning: {visible(text)}")
 
     def _print(self, line: str) -> None:
         line = encodable(line, self._stream)
@@ -111,8 +108,8 @@ def train_line(row: TrainRow, steps: int) -> str:
         "gnorm": f"{row.grad_norm:.2f}" if row.grad_norm < 1e6 else f"{row.grad_norm:.1e}",
         "tok/s": f"{row.tokens_per_s:.0f}",
         "mfu": "-" if row.mfu is None else f"{row.mfu:.3f}",
-        "mem": size(row.memory),
-        "eta": duration(row.left),
+        "mem": bytes_in_words(row.memory),
+        "eta": seconds_in_words(row.left),
     }
     if row.skipped:
         words["skipped"] = str(row.skipped)
@@ -137,44 +134,8 @@ def sample_line(step: int, prompt: str, text: str, ascii_only: bool = False) -> 
     >>> print(sample_line(5, "Once", " upon\\na time"))
     sample step=5 prompt="Once" text=" upon\\na time"
     """
-    prompt, text = (printable(json.dumps(each, ensure_ascii=ascii_only)) for each in (prompt, text))
+    prompt, text = (visible(json.dumps(each, ensure_ascii=ascii_only)) for each in (prompt, text))
     return f"sample step={step} prompt={prompt} text={text}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units.
-
-    >>> duration(5.2), duration(192.4), duration(7240), duration(200000)
-    ('5s', '3m12s', '2h00m', '2d07h')
-    """
-    if not math.isfinite(seconds):
-        return "-"
-    whole = round(max(seconds, 0.0))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in a unit that a person reads.
-
-    >>> size(512), size(1288490189)
-    ('512B', '1.2GiB')
-    """
-    unit = next((u for u in range(4) if count < 1024 ** (u + 1)), 4)
-    return f"{count:.0f}B" if unit == 0 else f"{count / 1024**unit:.1f}{'KMGT'[unit - 1]}iB"
-
-
-def printable(text: str) -> str:
-    r"""Return the text with its control characters written out, so that a sample cannot drive the terminal.
-
-    >>> print(printable("a\x1b[2Jb"))
-    a\u001b[2Jb
-    """
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def encodable(text: str, stream: TextIO) -> str:
@@ -185,7 +146,7 @@ def encodable(text: str, stream: TextIO) -> str:
 
 def _extras(extra: dict[str, Value]) -> dict[str, str]:
     return {
-        name: f"{value:.4g}" if isinstance(value, float) else "_".join(printable(str(value)).split())
+        name: f"{value:.4g}" if isinstance(value, float) else "_".join(visible(str(value)).split())
         for name, value in extra.items()
     }
 

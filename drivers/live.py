@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ironfn.report.rows import TrainRow
+from ironfn.report.words import bytes_in_words, seconds_in_words
 
-from .console import duration, encodable, size
+from .console import encodable
 
 
 class Live:
@@ -45,7 +46,7 @@ class Live:
 
     def show(self, row: TrainRow) -> None:
         """Draw the row in place of the last one."""
-        left = f"{duration(row.left)} left" if row.left >= 1.0 else ""
+        left = f"{seconds_in_words(row.left)} left" if row.left >= 1.0 else ""
         self._bar.update(self._task, completed=row.step, left=left)
         self._live.update(Group(self._bar, _numbers(row)), refresh=True)
 
@@ -70,7 +71,7 @@ def _numbers(row: TrainRow) -> RenderableType:
         "grad norm": f"{row.grad_norm:.2f}",
         "tokens/s": f"{row.tokens_per_s:,.0f}",
         "MFU": "-" if row.mfu is None else f"{row.mfu:.1%}",
-        "memory": size(row.memory),
+        "memory": bytes_in_words(row.memory),
     }
     if row.skipped:
         cells["skipped"] = str(row.skipped)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from drivers.console import Console, duration, size, train_line
+from drivers.console import Console, train_line
 from ironfn.report.rows import EvaluationRow, TrainRow
+from ironfn.report.words import bytes_in_words, seconds_in_words
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,7 +83,7 @@ def test_odd_numbers_make_words_too(values: dict[str, object]) -> None:
 
 
 def test_units() -> None:
-    assert [duration(s) for s in (0, 59.6, 3599.4, 86400, -3, float("nan"))] == [
+    assert [seconds_in_words(s) for s in (0, 59.6, 3599.4, 86400, -3, float("nan"))] == [
         "0s",
         "1m00s",
         "59m59s",
@@ -90,7 +91,13 @@ def test_units() -> None:
         "0s",
         "-",
     ]
-    assert [size(b) for b in (0, 1023, 1024, 3 << 40, 5 << 50)] == ["0B", "1023B", "1.0KiB", "3.0TiB", "5120.0TiB"]
+    assert [bytes_in_words(b) for b in (0, 1023, 1024, 3 << 40, 5 << 50)] == [
+        "0B",
+        "1023B",
+        "1.0KiB",
+        "3.0TiB",
+        "5120.0TiB",
+    ]
 
 
 class Broken(io.StringIO):

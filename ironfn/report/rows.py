@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from attrs import asdict, field, frozen
 
-from ironfn.report.evaluation import Evaluation
+if TYPE_CHECKING:
+    from ironfn.report.evaluation import Evaluation
 
 Value: TypeAlias = "int | float | str | None"
 Row: TypeAlias = dict[str, Any]
@@ -216,17 +217,18 @@ def read_lines(path: str | Path) -> list[Row]:
 
 def read_rows(path: str | Path) -> list[Row]:
     """Return the rows of a metrics file, with the strings that stand for non-finite numbers read as these."""
-    return [{name: _number(value) for name, value in row.items()} for row in read_lines(path)]
+    rows = read_lines(path)
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, str) and value in _NAMES:
+                row[name] = _NAMES[value]
+    return rows
 
 
 def _encode(value: Value) -> Value:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _number(value: Any) -> Any:
-    return _NAMES.get(value, value) if isinstance(value, str) else value
 
 
 def _decode(line: bytes) -> Row | None:

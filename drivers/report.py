@@ -1,0 +1,38 @@
+"""Write a run's report again from what its directory holds."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+
+def next_commands(run_dir: Path) -> dict[str, str]:
+    """Return what a person types next in a run's directory, by what it does."""
+    here = shlex.quote(str(run_dir))
+    return {
+        "Go on with the run": f"ironfn pretrain {shlex.quote(str(run_dir / 'spec.yaml'))}",
+        "Let it write": f"ironfn generate {here}",
+        "Look at its checkpoints": f"ironfn ckpt ls {here}",
+        "Write this page again": f"ironfn report {here}",
+    }
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def command(run_dir: Path) -> None:
+    """Write report.html and loss.png of RUN_DIR again from its metrics."""
+    from ironfn.report.page import write_report
+    from ironfn.report.plots import write_plot
+
+    if not (run_dir / "metrics.jsonl").exists():
+        raise click.ClickException(f"{run_dir} holds no metrics.jsonl: name the directory of a run, such as runs/NAME")
+    try:
+        click.echo(write_report(run_dir, next_commands(run_dir)))
+    except OSError as error:
+        raise click.ClickException(f"the report could not be written: {error}") from error
+    try:
+        click.echo(write_plot(run_dir))
+    except (ImportError, OSError) as error:
+        click.echo(f"warning: no loss.png: {error}", err=True)
