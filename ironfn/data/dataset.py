@@ -29,7 +29,7 @@ from ironfn.types import Batch
 Arrays = dict[str, NDArray]
 
 
-@frozen
+@frozen(eq=False)
 class Dataset:
     """Hold one split of every set, and how rows are drawn from them.
 

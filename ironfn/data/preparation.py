@@ -152,6 +152,8 @@ def _tokenizer(spec: DataSpec, sources: dict[str, list[Source]], folder: Path, s
         write_whole(path, _read(Path(spec.tokenizer.file)))
     else:
         say(f"training a {spec.tokenizer.kind} tokenizer of {spec.tokenizer.vocab_size} ids on the training split")
+        if spec.tokenizer.kind == "unigram":
+            say(f"unigram training differs a little from run to run; for the same one elsewhere, take {path} along")
         trained = tokenizers.train(_training_texts(spec, sources), spec.tokenizer)
         write_whole(path, trained.encode())
     vocabulary = tokenizers.load(path, spec.tokenizer.eos)

@@ -28,7 +28,7 @@ HEADER_BYTES = _HEADER.size
 _BLOCK = 1 << 24
 
 
-@frozen
+@frozen(eq=False)
 class TokenStore:
     """Hold one split of one set.
 
