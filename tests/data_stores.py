@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ def write_store(folder: Path, documents: list[list[int]], *, vocab_size: int = 1
     path = folder / f"{name}.tokens"
     with StoreWriter(path, name, vocab_size=vocab_size, eos=0, tokenizer=1, recipe=2) as writer:
         for document in documents:
-            writer.append(document, [len(document)], len(document))
+            writer.append(array("I", document), [len(document)], len(document))
         writer.close()
     return open_store(path, name)
 

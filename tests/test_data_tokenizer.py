@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ironfn.data.decode import stream
-from ironfn.data.tokenizer import CONTROLS, Vocabulary, byte_lengths, encode, encode_around, load, pieces, train
+from ironfn.data.tokenizer import CONTROLS, Vocabulary, byte_lengths, encode_around, load, pieces, train
+from ironfn.data.tokenizer import encode as encode_batches
 from ironfn.spec.records import TokenizerSpec
 
 CORPUS = [f"def name_{i}(x):\n    return x + {i}  # und für déjà vu 漢字 😀\n" * 5 for i in range(40)]
@@ -22,6 +23,10 @@ PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(OTHERS)}
 KINDS = ("bpe", "wordpiece", "unigram")
+
+
+def encode(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
+    return [ids.tolist() for ids in encode_batches(vocabulary, texts)]
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +253,12 @@ def test_streaming_keeps_the_spaces_of_a_tokenizer_that_strips_the_first(tmp_pat
     tokenizer.decoder = decoders.Metaspace()
     assert tokenizer.decode([0, 1, 0, 0]) == "ab a a"
     assert list(stream(tokenizer, [0, 1, 0, 0])) == ["a", "b", " a", " a"]
+
+
+def test_batches_keep_their_order(trained: dict[str, Vocabulary], monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["", "one", "two two", "", "three three three"] * 3
+    whole = encode(trained["bpe"], texts)
+    for size in (1, 4, 7, 1000):
+        monkeypatch.setattr("ironfn.data.tokenizer._BATCH", size)
+        assert encode(trained["bpe"], texts) == whole
+    assert encode(trained["bpe"], []) == []

@@ -97,12 +97,11 @@ class StoreWriter:
         self._file = self._aside.open("wb")
         self._file.write(bytes(HEADER_BYTES))
 
-    def append(self, ids: list[int], lengths: Iterable[int], text_bytes: int) -> None:
-        """Add documents: their ids in one list, and how many belong to each. text_bytes: of all their text."""
-        numbers = np.array(ids, np.int64)
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._vocab_size:
-            wrong = numbers[(numbers < 0) | (numbers >= self._vocab_size)][0]
-            raise ValueError(f"{self._path}: id {wrong} is outside the vocabulary of {self._vocab_size}")
+    def append(self, ids: array[int], lengths: Iterable[int], text_bytes: int) -> None:
+        """Add documents: their ids in one array("I"), and how many belong to each. text_bytes: of all their text."""
+        numbers = np.array(ids, np.uint32)
+        if len(numbers) and numbers.max() >= self._vocab_size:
+            raise ValueError(f"{self._path}: id {numbers.max()} is outside the vocabulary of {self._vocab_size}")
         end = self._offsets[-1]
         for length in lengths:
             end += length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ _FIM_NAMES = (
 )
 _LONGEST_WORD = 64  # WordPiece gives up on words above 100 characters, and is quadratic in their length
 _PIECE = 1 << 16
+_BATCH = 1 << 20
 
 
 @frozen
@@ -177,20 +179,36 @@ def pieces(text: str, vocabulary: Vocabulary, size: int = _PIECE) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise([*cuts, len(text)])]
 
 
-def encode(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
-    """Return each text's ids: the library's batch encoding, by all cores, without a control token."""
-    encodings = vocabulary.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [encoding.ids for encoding in encodings]
+def encode(vocabulary: Vocabulary, texts: Sequence[str]) -> list[array[int]]:
+    """Return each text's ids (32 bits each): the library's batch encoding, by all cores, without control tokens.
+
+    What the library makes of a text is many times its size, so a megabyte is encoded at a time.
+    """
+    ids: list[array[int]] = []
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH:
+            ids += _encode(vocabulary, batch)
+            batch, size = [], 0
+    return ids + _encode(vocabulary, batch)
 
 
-def encode_around(vocabulary: Vocabulary, text: str) -> list[int]:
+def _encode(vocabulary: Vocabulary, texts: list[str]) -> list[array[int]]:
+    encodings = vocabulary.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [array("I", encoding.ids) for encoding in encodings]
+
+
+def encode_around(vocabulary: Vocabulary, text: str) -> array[int]:
     """Encode a text whose plain encoding holds a control token, by cutting the token's name in two wherever it stands.
 
     ValueError where even that gives a control token.
     """
     names = "|".join(re.escape(name) for name in sorted(vocabulary.controls.values(), key=len, reverse=True))
     cuts = sorted({0, len(text), *(m.start() + len(m[0]) // 2 for m in re.finditer(names, text))})
-    ids = [i for a, b in itertools.pairwise(cuts) for i in encode(vocabulary, [text[a:b]])[0]]
+    ids = array("I", [i for a, b in itertools.pairwise(cuts) for i in encode(vocabulary, [text[a:b]])[0]])
     for i in ids:
         if i in vocabulary.controls:
             raise ValueError(f"the tokenizer turns text into the control token {vocabulary.controls[i]!r}; use another")

@@ -1,4 +1,4 @@
-"""Say what stands in a row, so that a person can read it: which text is trained, masked or padding, and where it parts."""
+"""Say what stands in a row, for a person to read: which text is trained, masked or padding, and where it parts."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -43,7 +44,7 @@ def write(
     """
     done, said = 0, 0
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as pool:
-        waiting: tuple[Job, Future[list[list[int]]]] | None = None
+        waiting: tuple[Job, Future[list[array[int]]]] | None = None
         for job in _jobs(documents, vocabulary, fim, seed, tally):
             texts = [part for body in job.bodies for part in body if isinstance(part, str)]
             waiting, ready = (job, pool.submit(encode, vocabulary, texts)), waiting
@@ -86,10 +87,10 @@ def _body(document: Admitted, vocabulary: Vocabulary, fim: FimSpec, seed: int, t
 
 
 def _append(
-    job: Job, encoded: list[list[int]], writers: Mapping[str, StoreWriter], vocabulary: Vocabulary, tally: Tally
+    job: Job, encoded: list[array[int]], writers: Mapping[str, StoreWriter], vocabulary: Vocabulary, tally: Tally
 ) -> int:
     """Put encoded texts and control ids together again and append them; return the bytes of text that were done."""
-    ids: dict[str, list[int]] = {split: [] for split in writers}
+    ids = {split: array("I") for split in writers}
     lengths: dict[str, list[int]] = {split: [] for split in writers}
     sizes = dict.fromkeys(writers, 0)
     texts = iter(encoded)
