@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -24,11 +25,11 @@ class Console:
     """
 
     def __init__(self, steps: int, *, speak: bool = True, stream: TextIO | None = None, title: str = "") -> None:
-        self._stream = stream or sys.stdout
+        self._stream = stream or sys.stdout or io.StringIO()  # a process without a terminal may have no stdout
         self._steps = steps
-        self._speak = speak
+        self._speak = speak and not self._stream.closed
         self._live: Live | None = None
-        if speak and is_interactive(self._stream):
+        if self._speak and is_interactive(self._stream):
             from .live import Live
 
             self._live = Live(self._stream, steps, title)
@@ -84,7 +85,11 @@ class Console:
             return
         try:
             write()
-        except (OSError, ValueError):  # the reader has gone, or closed the stream
+        except OSError:  # the terminal or the pipe's reader has gone
+            self._speak = False
+        except ValueError:
+            if not self._stream.closed:
+                raise
             self._speak = False
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TextIO
 
 import rich.live
+from rich.columns import Columns
 from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from ironfn.report.rows import TrainRow
@@ -52,18 +52,18 @@ class Live:
 
     def print(self, text: str) -> None:
         """Say a line above the display."""
-        head, _, rest = text.partition(" ")
-        style = {"warning:": "bold yellow", "validation": "bold green", "test": "bold green"}.get(head)
-        self._terminal.print(Text(head, style) + Text(f" {rest}") if style else Text(text), soft_wrap=True)
+        head, blank, rest = text.partition(" ")
+        style = {"warning:": "bold yellow", "validation": "bold green", "test": "bold green"}.get(head, "")
+        self._terminal.print(Text.assemble((head, style), blank, rest), soft_wrap=True)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Show a continuation as prose, the prompt dimmed."""
-        words = Text(f"step {step}  ", "bold magenta") + Text(encodable(prompt, self._stream), "dim")
-        self._terminal.print(words + Text(encodable(text, self._stream)))
+        prompt, text = (encodable(each, self._stream) for each in (prompt, text))
+        self._terminal.print(Text.assemble((f"step {step}", "bold magenta"), "  ", (prompt, "dim"), text))
 
 
 def _numbers(row: TrainRow) -> RenderableType:
-    """Return the numbers of a step in a grid that wraps with the terminal's width."""
+    """Return the numbers of a step below their names, in as many lines as the terminal's width asks for."""
     cells = {
         "loss": f"{row.loss:.4f}",
         "bits/byte": f"{row.bits_per_byte:.3f}",
@@ -75,9 +75,5 @@ def _numbers(row: TrainRow) -> RenderableType:
     }
     if row.skipped:
         cells["skipped"] = str(row.skipped)
-    grid = Table.grid(padding=(0, 3, 0, 0))
-    for _ in cells:
-        grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(*(Text(name, "dim") for name in cells))
-    grid.add_row(*(Text(value, "bold" if name == "loss" else "") for name, value in cells.items()))
-    return grid
+    texts = [Text.assemble((name, "dim"), "\n", (value, "bold")) for name, value in cells.items()]
+    return Columns(texts, padding=(0, 3))

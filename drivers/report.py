@@ -24,7 +24,7 @@ def next_commands(run_dir: Path) -> dict[str, str]:
 def command(run_dir: Path) -> None:
     """Write report.html and loss.png of RUN_DIR again from its metrics."""
     from ironfn.report.page import write_report
-    from ironfn.report.plots import write_plot
+    from ironfn.report.plots import loss_png
 
     if not (run_dir / "metrics.jsonl").exists():
         raise click.ClickException(f"{run_dir} holds no metrics.jsonl: name the directory of a run, such as runs/NAME")
@@ -33,6 +33,6 @@ def command(run_dir: Path) -> None:
     except OSError as error:
         raise click.ClickException(f"the report could not be written: {error}") from error
     try:
-        click.echo(write_plot(run_dir))
+        click.echo(loss_png(run_dir / "metrics.jsonl", run_dir / "loss.png"))
     except (ImportError, OSError) as error:
         click.echo(f"warning: no loss.png: {error}", err=True)

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_runs import hostile_run, make_run
 
 from ironfn.report.page import write_report
+from tests.report_runs import hostile_run, make_run
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -114,9 +114,27 @@ class Broken(io.StringIO):
 def test_a_reader_that_goes_away_silences_the_console_and_no_more(error: Exception) -> None:
     stream = Broken(error)
     with Console(300, stream=stream) as console:
+        if isinstance(error, ValueError):
+            stream.close()
         for step in range(5):
             console.train(row(step))
     assert stream.writes == 1
+
+
+def test_no_stdout_or_a_closed_one_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    with Console(300, stream=closed) as console:
+        console.train(row())
+    monkeypatch.setattr(sys, "stdout", None)
+    with Console(300) as console:
+        console.train(row())
+
+
+def test_an_error_of_our_own_is_not_taken_for_a_closed_stream() -> None:
+    with Console(300, stream=Broken(ValueError("a fault of ours"))) as console:  # noqa: SIM117
+        with pytest.raises(ValueError, match="a fault of ours"):
+            console.train(row())
 
 
 def test_a_closed_pipe_does_not_stop_a_real_process() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from report_runs import HOSTILE, SPEC, hostile_run, make_run
 
 from drivers.report import command
 from ironfn.report.page import write_report
-from ironfn.report.plots import write_plot
+from ironfn.report.plots import loss_png
 from ironfn.report.rows import MetricsFile
+from tests.report_runs import HOSTILE, SPEC, hostile_run, make_run
 
 VOID = {"meta", "path"}
 
@@ -218,14 +218,16 @@ def png_size(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("steps", [1, 60])
 def test_the_plot_is_a_picture_of_any_run(tmp_path: Path, steps: int, bad: range | tuple[int, ...]) -> None:
     pytest.importorskip("matplotlib")
-    path = write_plot(make_run(tmp_path / "a$b$_c", steps=steps, eval_every=5, bad=bad))
+    directory = make_run(tmp_path / "a$b$_c", steps=steps, eval_every=5, bad=bad)
+    path = loss_png(directory / "metrics.jsonl", tmp_path / "loss.png")
+    assert path == tmp_path / "loss.png"
     assert png_size(path) == (1350, 960)
 
 
 def test_the_plot_shows_the_loss_in_its_colour(tmp_path: Path) -> None:
     """The line of the train loss stands where the metrics say: high at the left, low at the right."""
     image = pytest.importorskip("matplotlib.image")
-    picture = image.imread(write_plot(make_run(tmp_path / "tiny")))
+    picture = image.imread(loss_png(make_run(tmp_path / "tiny") / "metrics.jsonl", tmp_path / "loss.png"))
     rows, columns = picture.shape[:2]
     blue = (abs(picture[..., :3] - [0x24 / 255, 0x57 / 255, 0xD6 / 255]) < 0.05).all(axis=-1)
     upper = blue[: int(rows * 0.62)]
@@ -238,13 +240,15 @@ def test_plotting_leaves_no_state_and_needs_no_screen(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     make_run(tmp_path / "tiny", steps=5)
     script = (
-        "import sys; from ironfn.report.plots import write_plot\n"
+        "import sys; from ironfn.report.plots import loss_png\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "write_plot(sys.argv[1])\n"
+        "loss_png(sys.argv[1], sys.argv[2])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "tiny")], cwd=Path(__file__).parents[1], check=True
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "tiny/metrics.jsonl"), str(tmp_path / "x.png")],
+        cwd=Path(__file__).parents[1],
+        check=True,
     )
 
 

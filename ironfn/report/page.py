@@ -20,7 +20,7 @@ POLICY = ("default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", 
 """What a browser may load or run besides the page's own script, told apart by its hash: nothing. A sample that slipped
 through the escapes could still do no harm."""
 PLAIN = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s", "mfu", "memory", "seconds", "left", "skipped")
-TITLES = {
+TITLES: Mapping[str, str] = {
     "bits_per_byte": "Bits per byte",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",

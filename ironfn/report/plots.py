@@ -12,26 +12,25 @@ from ironfn.report.series import Points, finite, fit, smooth, thin
 TRAIN, VALIDATION, TEST, INK, GRID = "#2457d6", "#c2410c", "#0f766e", "#5b6475", "#e3e6ec"
 
 
-def write_plot(run_dir: str | Path) -> Path:
-    """Write ``loss.png`` in a run's directory from its metrics and return its path; it is replaced atomically.
+def loss_png(metrics: str | Path, target: str | Path) -> Path:
+    """Draw a run's metrics file as a PNG at ``target`` and return its path; the file there is replaced atomically.
 
     Above, the loss of each row, its smooth course and the evaluations; below, learning rate and gradient norm.
-    ImportError where matplotlib is absent. OSError where the directory cannot be written.
+    ImportError where matplotlib is absent. OSError where the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"loss.png is drawn by matplotlib ({error}): pip install 'ironfn[plots]'") from error
-    directory = Path(run_dir)
-    run = Run.read(directory)
+    target = Path(target)
+    run = Run.read(Path(metrics).parent)
     figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
     _draw_loss(loss, run)
     _draw_rate(rate, run)
-    target = directory / "loss.png"
-    aside = directory / f"loss.png.{os.getpid()}.new"
+    aside = target.with_name(f"{target.name}.{os.getpid()}.new")
     figure.savefig(aside, format="png")
     aside.replace(target)
     return target
