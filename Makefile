@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # One thread a process: the tests start several, and their sums must not depend on how many cores there are.
 TEST_ENV := OMP_NUM_THREADS=1
+# setuptools warns at length that an editable install follows the working tree, which is what it is for.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 # The bench takes the machine as it is: a BLAS told to be some other core's would measure that one.
 BENCH_ENV := env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE
 
@@ -11,7 +13,7 @@ BENCH_ENV := env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE
 quickstart: install
 	$(BIN)/ironfn prepare pretrain/quickstart
 	$(BIN)/ironfn pretrain pretrain/quickstart
-	$(BIN)/ironfn generate runs/quickstart --prompt "def read_lines(path):" --prompt "The Python language"
+	$(BIN)/ironfn generate runs/quickstart
 
 test: dev lint
 	$(TEST_ENV) $(BIN)/python -m pytest -q
@@ -30,16 +32,16 @@ dev: .venv/installed-dev
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(PIP) --upgrade pip
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[parquet,clean,plots,tensorboard]"
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e ".[parquet,clean,plots,tensorboard]"
 	touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e ".[dev]"
 	touch $@ .venv/installed
 
 clean:

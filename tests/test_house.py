@@ -150,7 +150,7 @@ def test_no_driver_unpickles_evaluates_or_reaches_past_the_mesh(path: Path) -> N
     assert [what for what in forbidden(parse(path)) if "environ" not in what and "getenv" not in what] == []
 
 
-@pytest.mark.parametrize("path", MODULES + DRIVERS, ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_module_keeps_state(path: Path) -> None:
     assert mutable_state(parse(path)) == []
 

@@ -92,7 +92,7 @@ def test_installed_ironfn_answers_from_any_directory(how: str, tree: Path, wheel
         assert "Commands:" in run(script, "--help", cwd=cwd)
         assert "Commands:" in run(python, "-m", "ironfn", "--help", cwd=cwd)
         assert run(script, "specs", "ls", cwd=cwd).count("\n") == len(SHIPPED)
-        assert "name: quickstart\n" in run(script, "prepare", "--dry-run", "pretrain/quickstart", cwd=cwd)
+        assert "name: quickstart\n" in run(script, "pretrain", "--dry-run", "pretrain/quickstart", cwd=cwd)
     assert list(empty.iterdir()) == [], "asking leaves nothing behind"
     for name in ("drivers", "specs", "tests", "bench"):
         found = f"from importlib.util import find_spec; assert find_spec({name!r}) is None"
