@@ -24,8 +24,13 @@ def make_run(
     draw = random.Random(7)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "spec.yaml").write_text(spec, "utf-8")
-    with MetricsFile.new(directory / "metrics.jsonl") as metrics, MetricsFile.new(directory / "samples.jsonl") as samples:
-        metrics.write(RunRow(parameters=12_140_928, flops_per_token=7.2e7, peak_flops=1.1e11, tokens_per_step=2048, device="cpu"))
+    with (
+        MetricsFile.new(directory / "metrics.jsonl") as metrics,
+        MetricsFile.new(directory / "samples.jsonl") as samples,
+    ):
+        metrics.write(
+            RunRow(parameters=12_140_928, flops_per_token=7.2e7, peak_flops=1.1e11, tokens_per_step=2048, device="cpu")
+        )
         for step in range(1, steps + 1):
             loss = 2.4 + 6 * math.exp(-20 * step / steps) + draw.gauss(0, 0.1)
             metrics.write(

@@ -201,3 +201,10 @@ def test_what_cannot_change_is_no_state() -> None:
 @pytest.mark.parametrize("path", MODULES + DRIVERS + BENCH, ids=name_of)
 def test_a_module_can_be_read_at_one_sitting(path: Path) -> None:
     assert path.read_text(encoding="utf-8").count("\n") <= 350, "when a module outgrows this, it holds two ideas"
+
+
+@pytest.mark.parametrize("path", MODULES + DRIVERS + BENCH, ids=name_of)
+def test_a_function_is_one_idea(path: Path) -> None:
+    functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+    longest = max(functions, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
+    assert longest is None or (longest.end_lineno or 0) - longest.lineno < 55, longest.name
