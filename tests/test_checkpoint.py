@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -269,8 +271,33 @@ def test_a_newer_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pyt
 
 
 def test_neither_names_nor_listing_nor_checking_need_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, ironfn.checkpoint as c; c.verify, c.newest, c.steps; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from ironfn.checkpoint import load, save
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+base = torch.ones(4, 8 << 20)
+tree = {"plain": base, "turned": base.t(), "wide": base.t().unsqueeze(0), "half": base[:, ::2]}
+save(Path(sys.argv[1]), 1, {"a": base[0, :10]}, {})
+load(Path(sys.argv[1]) / "step-00000001")
+begin = peak()
+save(Path(sys.argv[1]), 2, tree, {})
+saved = peak()
+save(Path(sys.argv[1]), 3, {"plain": base}, {})
+load(Path(sys.argv[1]) / "step-00000003", into={"plain": base})
+filled = peak()
+print(saved - begin, filled - saved, base.nbytes)
+"""
+
+
+def test_no_second_copy_of_the_tensors_is_made(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, check=True)
+    saving, filling, leaf = map(int, done.stdout.split())
+    assert leaf == 128 << 20
+    assert saving < 64 << 20  # a few chunks, where a copy of one leaf would be 128 MiB
+    assert filling < 64 << 20
