@@ -1,7 +1,8 @@
 """Kill real training runs with -9, resume them, and hold every loss and every sample to the run that was never stopped.
 
 Each life of a run is a child forked from a parent that has only imported: 0.1 s instead of the seconds of a fresh
-start. A child is killed at a random moment, or kills itself in the place of a chosen file operation of a save.
+start. A child is killed at a random moment, or kills itself in the place of a chosen file operation of a save. Only
+the page that a run draws at its end is left out: it would take most of the time, and no state depends on it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import ironfn.report.page
-import ironfn.report.plots
 from attrs import frozen
 
 import drivers.run
@@ -39,9 +38,6 @@ from ironfn.spec.records import (
     TokenizerSpec,
     TrainSpec,
 )
-
-WARM = (ironfn.report.page, ironfn.report.plots)
-"""What a run imports at its end, imported here so that no child has to."""
 
 FAILED = 70
 """The exit code of a child that raised."""
@@ -181,11 +177,17 @@ def live(spec: RunSpec, kill_after: float | None = None, first: Callable[[], Non
     def work() -> int:
         if first is not None:
             first()
-        return drivers.run.run(spec)
+        return train(spec)
 
     code = wait(fork(work, log), None if kill_after is None else time.monotonic() + kill_after)
     assert code != FAILED, log.read_text()
     return code
+
+
+def train(spec: RunSpec) -> int:
+    """Train as the command line does, but for the page at the end; only for a child, since it bends the module."""
+    drivers.run._conclude = lambda place, console: None
+    return drivers.run.run(spec)
 
 
 def finish(spec: RunSpec, wanted: list[dict[str, Any]]) -> tuple[int, int]:

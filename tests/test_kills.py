@@ -81,7 +81,7 @@ with tempfile.TemporaryDirectory() as room:
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         run = spec(name)
         metrics = pathlib.Path(run.out) / run.name / "metrics.jsonl"
-        pid = kills.fork(lambda: kills.drivers.run.run(run), pathlib.Path(run.out) / "signalled.log")
+        pid = kills.fork(lambda: kills.train(run), pathlib.Path(run.out) / "signalled.log")
         while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 15:
             time.sleep(0.001)
         for _ in range(3):
