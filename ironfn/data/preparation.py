@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +13,10 @@ from attrs import frozen
 
 from ironfn.data import tokenizer as tokenizers
 from ironfn.data.admit import admit
+from ironfn.data.files import alone, write_whole
 from ironfn.data.settings import check, differences, recipe
 from ironfn.data.sources import Source, find, fingerprint
-from ironfn.data.store import StoreWriter, open_store, sync_folder, verify
+from ironfn.data.store import StoreWriter, open_store, verify
 from ironfn.data.tally import SPLITS, Tally, describe, from_json, to_json
 from ironfn.data.tokenizer import Vocabulary
 from ironfn.data.write import write
@@ -50,14 +50,23 @@ def prepare(spec: DataSpec, *, seed: int = 0, say: Say = lambda line: None, forc
     check(spec)
     folder = Path(spec.dir)
     sources = {name: find(one.sources) for name, one in spec.sets.items()}
-    wanted = _wanted(spec, sources, seed)
-    if not force:
-        manifest = _reusable(folder, wanted, say)
-        if manifest is not None:
-            prepared = _summary(folder, manifest, True)
-            _report(prepared, say)
-            return prepared
-    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder, say):
+        wanted = _wanted(spec, sources, seed)
+        manifest = None if force else _reusable(folder, wanted, say)
+        reused = manifest is not None
+        if manifest is None:
+            manifest = _write(spec, sources, wanted, seed, say)
+    sets = {name: from_json(values) for name, values in manifest["sets"].items()}
+    prepared = Prepared(folder, reused, manifest["vocab_size"], manifest["eos"], sets)
+    _report(prepared, say)
+    return prepared
+
+
+def _write(
+    spec: DataSpec, sources: dict[str, list[Source]], wanted: dict[str, Any], seed: int, say: Say
+) -> dict[str, Any]:
+    """Write tokenizer and stores, and the manifest last; return the manifest."""
+    folder = Path(spec.dir)
     (folder / MANIFEST).unlink(missing_ok=True)  # so that no mixture of old and new files is ever taken for whole
     vocabulary = _tokenizer(spec, sources, folder, say)
     code = xxhash.xxh3_64_intdigest(_dump(wanted | {"tokenizer_checksum": vocabulary.checksum}))
@@ -75,9 +84,7 @@ def prepare(spec: DataSpec, *, seed: int = 0, say: Say = lambda line: None, forc
         "stores": stores,
     }
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-    prepared = _summary(folder, manifest, False)
-    _report(prepared, say)
-    return prepared
+    return manifest
 
 
 def _wanted(spec: DataSpec, sources: dict[str, list[Source]], seed: int) -> dict[str, Any]:
@@ -231,24 +238,8 @@ def _require_text(spec: DataSpec, sets: dict[str, Tally], say: Say) -> None:
             )
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file aside, force it to the disk, and move it to its place."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
 def _dump(values: dict[str, Any]) -> bytes:
     return json.dumps(values, sort_keys=True).encode()
-
-
-def _summary(folder: Path, manifest: dict[str, Any], reused: bool) -> Prepared:
-    sets = {name: from_json(values) for name, values in manifest["sets"].items()}
-    return Prepared(folder, reused, manifest["vocab_size"], manifest["eos"], sets)
 
 
 def _report(prepared: Prepared, say: Say) -> None:

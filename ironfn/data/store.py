@@ -21,6 +21,8 @@ import xxhash
 from attrs import frozen
 from numpy.typing import NDArray
 
+from ironfn.data.files import aside, sync_folder
+
 MAGIC = b"ironfnTK"
 VERSION = 1
 _HEADER = struct.Struct("<8sII9Q32xQ")
@@ -93,7 +95,7 @@ class StoreWriter:
         self._digest = xxhash.xxh3_64()
         self._text_bytes = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._aside = path.with_name(f"{path.name}.{os.getpid()}.part")
+        self._aside = aside(path)
         self._file = self._aside.open("wb")
         self._file.write(bytes(HEADER_BYTES))
 
@@ -139,15 +141,6 @@ class StoreWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
         self._aside.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk, so that a rename outlives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def open_store(path: Path, name: str) -> TokenStore:
