@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def alone(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def alone(folder: Path, say: Callable[[str], None]) -> Generator[None]:
     """Hold a folder against other processes that would write it; wait while another one does.
 
     The lock is the operating system's: it ends with the process, however that ends.
