@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import xxhash
 from attrs import define
 
 from ironfn.report.rows import Row
@@ -194,7 +196,8 @@ class Mlflow:
             self.client.log_metric(self.run, name, value, step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self.client.log_text(self.run, text, f"{name}/{step:08d}.txt")
+        folder = re.sub(r"\W+", "-", name)[:60].strip("-")  # a prompt may hold what a path may not
+        self.client.log_text(self.run, text, f"{folder}-{xxhash.xxh32_hexdigest(name.encode())}/{step:08d}.txt")
 
     def close(self) -> None:
         self.client.set_terminated(self.run)

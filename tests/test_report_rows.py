@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,46 @@ def test_a_resumed_run_has_the_rows_of_the_one_never_stopped(tmp_path: Path, kil
     path.write_bytes(kept[:lost])
     write_run(path, 5, 15)
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+from ironfn.report.rows import MetricsFile, as_dict
+directory = Path(sys.argv[1])
+saved = directory / "saved"
+start = int(saved.read_text()) if saved.exists() else 0
+with MetricsFile.open(directory / "metrics.jsonl", start) as rows:
+    for step in range(start + 1, 301):
+        rows.write({"kind": "train", "step": step, "loss": 1.0 / step})
+        if step % 10 == 0:
+            rows.write({"kind": "validation", "step": step, "loss": 2.0 / step})
+            rows.sync()
+            (directory / "aside").write_text(str(step))
+            (directory / "aside").replace(saved)
+        time.sleep(0.001)
+"""
+
+
+def test_processes_killed_at_random_leave_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
+    draw = random.Random(11)
+    for name, kills in (("whole", 0), ("killed", 6)):
+        directory = tmp_path / name
+        directory.mkdir()
+        for _ in range(kills):
+            seen = (directory / "metrics.jsonl").stat().st_size if (directory / "metrics.jsonl").exists() else 0
+            process = subprocess.Popen([sys.executable, "-c", RUN, str(directory)], cwd=Path(__file__).parents[1])
+            target = seen + draw.randrange(400, 1600)
+            while process.poll() is None and (
+                not (directory / "metrics.jsonl").exists() or (directory / "metrics.jsonl").stat().st_size < target
+            ):
+                time.sleep(0.001)
+            process.kill()
+            process.wait()
+        subprocess.run([sys.executable, "-c", RUN, str(directory)], cwd=Path(__file__).parents[1], check=True)
+    whole, killed = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "killed"))
+    assert whole.count(b"\n") == 330
+    assert killed == whole
 
 
 def test_a_kill_during_the_trim_leaves_the_old_file_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

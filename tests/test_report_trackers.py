@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -109,14 +110,19 @@ def test_mlflow_goes_on_with_the_run_it_began(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setitem(sys.modules, "mlflow", module)
         trackers = open_trackers(["mlflow"], tmp_path, SPEC, pytest.fail, step=step)
         trackers.log(step + 3, ROW)
-        trackers.text(step + 3, "samples/0", "Once")
+        trackers.text(step + 3, "../../def main(\n", "Once")
+        trackers.text(step + 3, "def main:", "Once")
         trackers.close()
         assert len(module.named("create_run")) == runs
         assert module.named("log_metric") == [
             (("run-9", "train/loss", 2.5), {"step": step + 3}),
             (("run-9", "train/lr", 3e-4), {"step": step + 3}),
         ]
-        assert module.named("log_text") == [(("run-9", "Once", f"samples/0/{step + 3:08d}.txt"), {})]
+        ((text, _), (other, _)) = module.named("log_text")
+        assert text[:2] == other[:2] == ("run-9", "Once")
+        paths = [re.fullmatch(r"def-main-[0-9a-f]{8}/(\d{8})\.txt", given[2]) for given in (text, other)]
+        assert [path and int(path[1]) for path in paths] == [step + 3, step + 3]
+        assert text[2] != other[2]
         assert module.named("set_terminated") == [(("run-9",), {})]
 
 

@@ -65,4 +65,4 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
     event.preventDefault();
   });
 }
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => { each.open = true; }));
+addEventListener("beforeprint", () => document.querySelectorAll(".card > details:first-child").forEach((each) => { each.open = true; }));

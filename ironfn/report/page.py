@@ -180,7 +180,7 @@ def _facts(run: Run) -> str:
         for name, title in {
             "parameters": "parameters",
             "flops_per_token": "FLOPs a token",
-            "peak_flops": "peak FLOP/s a device",
+            "peak_flops": "peak FLOP/s",
             "tokens_per_step": "tokens a step",
         }.items()
         if isinstance(start.get(name), int | float)
