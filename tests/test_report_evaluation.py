@@ -69,6 +69,14 @@ def test_bytes_are_those_of_scored_targets_whatever_the_others_hold() -> None:
     assert bits_per_byte(math.log(2.0) * 8, 4) == 2.0
 
 
+def test_weights_scale_the_loss_and_its_divisor_alike() -> None:
+    batch = rows((2, 1.0), (1, 4.0))
+    batch["weight"][1] *= 0.5
+    result = evaluate(given_nats, {}, [batch], SINGLE, NO_BYTES)
+    assert result.loss == (1.0 + 1.0 + 2.0) / 2.5
+    assert result.tokens == 3
+
+
 def test_a_set_without_targets_is_refused() -> None:
     for batches in ([], [rows((0, 1.0))]):
         with pytest.raises(ValueError, match="no target of weight above 0"):

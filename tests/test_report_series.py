@@ -26,7 +26,7 @@ def test_columns_sort_the_steps_and_take_the_later_of_two_rows() -> None:
     assert columns(rows) == {("train", "loss"): [(1, 1.0), (2, 3.0)], ("None", "loss"): [(1, 9.0)]}
 
 
-@given(SERIES, st.integers(3, 60))
+@given(st.lists(ANY, min_size=10, max_size=60).map(lambda values: list(enumerate(values))), st.integers(3, 12))
 def test_a_thinned_series_keeps_its_outline(series: Points, limit: int) -> None:
     kept = thin(series, limit)
     assert len(kept) <= max(limit, 3)
