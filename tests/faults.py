@@ -33,13 +33,13 @@ def recording(names: list[str], files: Files = DISK) -> Files:
 def failing(at: int, error: BaseException, files: Files = DISK) -> Files:
     """Raise ``error`` in the place of operation number ``at``, a write having done half of its work.
 
-    Where the power is gone, nothing that comes after has an effect either.
+    Where that is no OSError but a death, nothing that comes after has an effect either.
     """
     left = iter(range(at, -1, -1))
 
     def before(name: str, arguments: tuple) -> None:
         turn = next(left, -1)
-        if turn == 0 or (turn < 0 and isinstance(error, Unplugged)):
+        if turn == 0 or (turn < 0 and not isinstance(error, OSError)):
             if name == "write" and turn == 0:
                 files.write(arguments[0], memoryview(arguments[1]).cast("B")[: len(arguments[1]) // 2])
             raise error

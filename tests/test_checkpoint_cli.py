@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from drivers.ckpt import command
+from drivers.main import main
 from ironfn.checkpoint import save
 
 
@@ -67,3 +68,11 @@ def test_a_run_without_checkpoints_is_told_so(tmp_path: Path) -> None:
         code, out = call(name, tmp_path)
         assert code == 1
         assert "there are no checkpoints" in out
+
+
+def test_a_damaged_checkpoint_is_an_error_of_one_line_in_the_whole_command_line(tmp_path: Path) -> None:
+    first, _ = make_run(tmp_path)
+    (first / "manifest.msgpack").write_bytes(b"x")
+    result = CliRunner().invoke(main, ["ckpt", "show", str(first)])
+    assert result.exit_code == 1
+    assert result.output == "Error: manifest.msgpack: the manifest's bytes do not match its own checksum\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -183,6 +184,36 @@ def test_the_power_may_go_in_the_first_save_of_all() -> None:
             assert is_intact(directory, 1, left.files)
     assert all(newest(directory, quiet, files=left.files) for left in disk.after_a_cut())
     assert place > 10
+
+
+def test_a_death_in_a_replacement_and_then_a_power_cut_in_the_tidying_lose_nothing() -> None:
+    directory = Path("/runs/a/checkpoints")
+
+    class Death(BaseException):
+        """Be SIGKILL: nothing is cleaned up, and the disk lives on."""
+
+    def begun(place: int) -> MemoryDisk:
+        disk = MemoryDisk()
+        write(directory, 2, disk.files)
+        with contextlib.suppress(Death):
+            write(directory, 2, failing(place, Death(), disk.files))
+        return disk
+
+    names: list[str] = []
+    write(directory, 2, recording(names, begun(10**6).files))
+    cuts = 0
+    for place in range(len(names)):
+        for second in range(1000):
+            disk = begun(place)
+            try:
+                tidy(directory, failing(second, Unplugged(), disk.files))
+                break
+            except Unplugged:
+                cuts += 1
+            for left in disk.after_a_cut():
+                tidy(directory, left.files)
+                assert newest(directory, quiet, files=left.files) == directory / "step-00000002"
+    assert cuts > 2 * len(names)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

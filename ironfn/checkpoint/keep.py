@@ -87,6 +87,7 @@ def tidy(directory: Path, files: Files = DISK) -> None:
             remove(directory / name, files)
         step = step_of(name.removeprefix(OUTGOING)) if name.startswith(OUTGOING) else None
         if step is not None and step_name(step) in names:
+            files.sync_directory(directory)  # its successor may not be on the disk yet
             remove(directory / name, files)
         elif step is not None:  # died between the two renames: the old one is still the checkpoint of its step
             files.rename(directory / name, directory / step_name(step))

@@ -19,6 +19,7 @@ from ironfn.checkpoint.manifest import (
     MAX_DIMS,
     MAX_LEAVES,
     NAME,
+    Entry,
     FileRecord,
     Leaf,
     Manifest,
@@ -155,18 +156,14 @@ def _group(tensors: dict[str, Tensor], file_bytes: int) -> list[dict[str, Tensor
     return groups
 
 
-def _describe(
-    group: dict[str, Tensor], checksums: Mapping[str, bytes]
-) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {p: (DTYPES[t.dtype], tuple(t.shape), checksums.get(p, b"")) for p, t in group.items()}
+def _entries(group: dict[str, Tensor]) -> list[Entry]:
+    return place({path: (DTYPES[t.dtype], tuple(t.shape), b"") for path, t in group.items()})
 
 
 def _check_space(directory: Path, groups: list[dict[str, Tensor]], files: Files) -> None:
     needed = 1 << 16
     for group in groups:  # the manifest tells of each tensor about as much as the header, and checksums
-        needed += (
-            sum(t.nbytes for t in group.values()) + 2 * len(header(place(_describe(group, {})))) + 100 * len(group)
-        )
+        needed += sum(t.nbytes for t in group.values()) + 2 * len(header(_entries(group))) + 100 * len(group)
     free = files.free(directory)
     if free < needed:
         raise OSError(
@@ -178,7 +175,7 @@ def _check_space(directory: Path, groups: list[dict[str, Tensor]], files: Files)
 
 def _write_file(path: Path, group: dict[str, Tensor], files: Files) -> tuple[FileRecord, dict[str, Piece]]:
     """Stream tensors into one safetensors file and bring it to the disk; no second copy of them is made."""
-    entries = place(_describe(group, {}))
+    entries = _entries(group)
     pieces: dict[str, Piece] = {}
     head = header(entries)
     whole, size = xxhash.xxh3_128(head), len(head)
