@@ -39,7 +39,10 @@ def open_dataset(spec: DataSpec, split: str) -> Dataset:
         raise ValueError(f"{path} is not the tokenizer that the stores were made with; run `ironfn prepare` again")
     names = [n for n, store in stores.items() if store.tokens and (split != "train" or spec.sets[n].weight > 0)]
     if not names:
-        raise ValueError(f"{folder}: the {split} split is empty; give more documents or a larger data.split.{split}")
+        raise ValueError(
+            f"{folder}: the {split} split is empty; give more documents, a larger data.split.{split} (or 0 to do "
+            "without), or split_on to part a file into several documents"
+        )
     used = tuple(stores[name] for name in names)
     weights = [spec.sets[name].weight for name in names] if split == "train" else [1.0] * len(names)
     return Dataset(
