@@ -90,7 +90,7 @@ def test_bytes_at_random_and_shipped_specs_with_flipped_bytes_never_raise_anythi
     draw, file = random.Random(0), tmp_path / "run.yaml"
     quickstart = (Path(__file__).parents[1] / "specs/pretrain/quickstart.yaml").read_bytes()
     outcomes: set[str] = set()
-    for _ in range(300):
+    for _ in range(150):
         raw = bytearray(quickstart)
         for _ in range(draw.randrange(1, 6)):
             raw[draw.randrange(len(raw))] = draw.choice(b"{}[]:,&*!|>'\"%@`#-\t\n 0aeE.\xff\x00")

@@ -96,24 +96,16 @@ def _override(text: str, place: Place, faults: list[Fault]) -> Node:
     if not equals or not all(names):
         raise Refused(place, "is not KEY=VALUE; write for example optim.lr=1e-4")
     fields = fields_of(RunSpec)
-    for depth in range(1, len(names)):
-        kind = next((kind for pattern, kind in fields.items() if matches(tuple(names[:depth]), pattern)), None)
-        value_kind = fields.get((*names[:depth], "*"))
-        if (
-            get_origin(kind) is dict
-            and (*names[:depth], "*") in fields
-            and not _is_record(value_kind, fields, names[:depth])
-        ):
-            names = [*names[:depth], ".".join(names[depth:])]
-            break
+    leaves = [path for path in fields if not any(other[:-1] == path for other in fields)]
+    depth = next(
+        (len(path) - 1 for path in leaves if path[-1] == "*" and tuple(names[: len(path) - 1]) == path[:-1]), 0
+    )
+    if 0 < depth < len(names):
+        names[depth:] = [".".join(names[depth:])]
     node = parse(value, place, faults)
     for name in reversed(names):
         node = Node({name: (place, node)}, place)
     return node
-
-
-def _is_record(kind: Any, fields: Mapping[Path, Any], names: list[str]) -> bool:
-    return any(len(path) > len(names) + 1 and path[: len(names) + 1] == (*names, "*") for path in fields)
 
 
 def _misfits(source: Node, fields: Mapping[Path, Any], strict: Converter) -> list[Fault]:
