@@ -34,6 +34,7 @@ def state() -> dict:
             "nan": torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32).view(torch.float32),
             "transposed": base.t(),
             "strided": base[::2, 1::3],
+            "one": base[0, :2:2],
             "expanded": torch.tensor([1.5]).expand(3, 4),
             "empty": torch.empty(0, 3, dtype=torch.bfloat16),
             "gradient": torch.nn.Parameter(torch.ones(3) / 3),
@@ -46,7 +47,7 @@ def state() -> dict:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    a, b = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    a, b = (torch.empty(x.shape, dtype=x.dtype).copy_(x.detach()).reshape(-1).view(torch.uint8) for x in (a, b))
     return torch.equal(a, b)
 
 

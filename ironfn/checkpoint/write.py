@@ -213,7 +213,8 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View the memory of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # not reshape(-1): of a single element torch calls any stride contiguous, and keeps it
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _publish(aside: Path, final: Path, files: Files) -> None:
