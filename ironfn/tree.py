@@ -125,5 +125,6 @@ def nbytes(tree: Params) -> int:
 
 def norm(tree: Params) -> Tensor:
     """Return the global 2-norm of a tree as a 0-d float32 (or float64) tensor."""
-    norms = torch._foreach_norm([leaf.detach() for leaf in leaves(tree)])
-    return torch.linalg.vector_norm(torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in norms]))
+    found = [leaf.detach() for leaf in leaves(tree)]
+    high = torch.float64 if any(leaf.dtype == torch.float64 for leaf in found) else torch.float32
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found, 2.0, high)))

@@ -131,13 +131,14 @@ def _wanted(x: Tensor) -> bool:
 
 
 def cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, weight: Tensor, axis: Axis, *, vocab: int, chunk: int = 512
+    x: Tensor, w: Tensor, targets: Tensor, weight: Tensor, axis: Axis, *, vocab: int, chunk: int | None = None
 ) -> Tensor:
     """Return the weighted sum of -log softmax(x wᵀ)[target] as a 0-d float32 tensor (float64 for float64).
 
     x [..., width] hidden states, whole on every rank of ``axis``; w [rows, width], this rank's rows of the head;
     targets and weight [...]. Ids at ``vocab`` and above are padding of the table and have no probability.
-    chunk: positions whose logits exist at one time.
+    chunk: positions whose logits exist at one time; by default as many as make 64 MiB of them in float32.
     """
+    chunk = chunk or max(64, (1 << 24) // w.shape[0])
     flat = (x.flatten(0, -2), w, targets.flatten(), weight.flatten())
     return _CrossEntropy.apply(*flat, axis, vocab, chunk, _wanted(x), _wanted(w))[0]  # pyright: ignore[reportOptionalSubscript]

@@ -10,10 +10,11 @@ from ironfn.model.transformer import DEFAULT, Forward, head_weight, hidden
 from ironfn.types import Batch, Loss, LossSum, Params
 
 
-def lm_loss(arch: Arch, how: Forward = DEFAULT, *, chunk: int = 512) -> Loss:
+def lm_loss(arch: Arch, how: Forward = DEFAULT, *, chunk: int | None = None) -> Loss:
     """Return the loss (params, batch, mesh) -> sum over the targets of -log p(target) * weight, in nats.
 
     The batch needs ``tokens``, ``targets`` and ``weight``; see `types.Batch`. Nothing is shifted here.
+    chunk: positions whose logits exist at one time; see `cross_entropy`.
     """
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:

@@ -193,7 +193,8 @@ class PrecisionSpec:
 class TrainSpec:
     """Set the loop: ``steps`` of ``batch`` rows, computed ``micro_batch`` rows at a time (None: all at once).
 
-    remat: recompute each block in the backward pass. noise_scale_every: steps between measurements of the gradient
+    remat: recompute each block in the backward pass. loss_chunk: positions whose logits exist at one time; None takes
+    what fits in 64 MiB. noise_scale_every: steps between measurements of the gradient
     noise scale (McCandlish et al. 2018, arXiv 1812.06162); None measures never.
     """
 
@@ -206,7 +207,7 @@ class TrainSpec:
     precision: PrecisionSpec = field(factory=PrecisionSpec)
     compile: bool = False
     remat: bool = False
-    loss_chunk: int = 512
+    loss_chunk: int | None = None
     noise_scale_every: int | None = None
 
 

@@ -1,0 +1,113 @@
+"""Measure a training step against a plain `transformers` loop: tokens a second, peak memory, share of the ceiling."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from bench.figure import Figure, alternate
+from ironfn.algo.step import State, make_step
+from ironfn.grad.remat import recompute
+from ironfn.grad.value_and_grad import value_and_grad
+from ironfn.loss.lm import lm_loss
+from ironfn.mesh.axis import SINGLE
+from ironfn.model.arch import complete
+from ironfn.model.counting import flops_per_token
+from ironfn.model.init import init
+from ironfn.model.tables import table
+from ironfn.model.transformer import DEFAULT, Forward
+from ironfn.optim.adamw import adamw
+from ironfn.report.meter import peak_memory
+from ironfn.report.mfu import measure_peak
+from ironfn.spec.records import ModelSpec
+
+ROWS, LENGTH, LR = 8, 256, 1e-4
+MODEL = ModelSpec(width=384, layers=6, heads=6, ffn=1024, context=LENGTH)
+"""12.2 M parameters with a vocabulary of 4096, the head tied to the embedding."""
+
+
+def ours(vocab: int, how: Forward = DEFAULT) -> Callable[[], object]:
+    """Return a call that takes one step of ours."""
+    arch = complete(MODEL, vocab)
+    params, optimizer = init(arch, 0, table(False), SINGLE), adamw(0.9, 0.999, 1e-8, 0.01)
+    step = make_step(value_and_grad(lm_loss(arch, how)), optimizer, lambda s: LR, clip=1.0, donate=True)
+    held = [State(0, params, optimizer.init(params))]
+    ids = torch.randint(0, vocab, (ROWS, LENGTH + 1))
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weight": torch.ones(ROWS, LENGTH)}
+
+    def call() -> object:
+        held[0], metrics = step(held[0], batch)
+        return metrics
+
+    return call
+
+
+def peer(vocab: int) -> Callable[[], object]:
+    """Return a call that takes one step of a plain loop around `transformers`' Llama, fused AdamW and SDPA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1024,
+        max_position_embeddings=LENGTH, tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    ids = torch.randint(0, vocab, (ROWS, LENGTH))
+
+    def call() -> object:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return call
+
+
+CONTENDERS = MappingProxyType({"ours": ours, "remat": lambda vocab: ours(vocab, Forward(run=recompute)), "peer": peer})
+
+
+def figures(rounds: int = 9) -> Iterator[Figure]:
+    """Yield speed and memory at both vocabularies, and the share of the matmul ceiling at the small one."""
+    for vocab, speed, memory in ((4096, ">= 1.2", "<= 0.67"), (49152, ">= 1.25", "<= 0.44")):
+        yield from _speed(vocab, speed, rounds if vocab < 10000 else max(3, rounds // 2))
+        used = {name: _memory(name, vocab) for name in CONTENDERS}
+        note = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in used.items())
+        yield Figure(f"memory_ratio_vocab_{vocab}", used["ours"] / used["peer"], memory, note)
+        if vocab == 4096:
+            yield Figure("memory_ratio_remat", used["remat"] / used["peer"], "<= 0.57", note)
+
+
+def _speed(vocab: int, bar: str, rounds: int) -> Iterator[Figure]:
+    calls = {name: make(vocab) for name, make in CONTENDERS.items() if name != "remat" or vocab == 4096}
+    peaks: list[float] = []
+    calls["ceiling"] = lambda: peaks.append(measure_peak(torch.device("cpu"), torch.float32, 0.3))
+    seconds = alternate(calls, rounds)
+    note = ", ".join(f"{name} {ROWS * LENGTH / seconds[name]:.0f} tok/s" for name in calls if name != "ceiling")
+    yield Figure(f"tokens_ratio_vocab_{vocab}", seconds["peer"] / seconds["ours"], bar, note)
+    if vocab == 4096:
+        yield Figure("remat_speed_share", seconds["ours"] / seconds["remat"], ">= 0.75")
+        flops = flops_per_token(complete(MODEL, vocab), LENGTH) * ROWS * LENGTH / seconds["ours"]
+        ceiling = sorted(peaks)[len(peaks) // 2]
+        note = f"{flops / 1e9:.0f} of {ceiling / 1e9:.0f} GFLOP/s"
+        yield Figure("model_flops_share_of_ceiling", flops / ceiling, ">= 0.85", note)
+
+
+def _memory(name: str, vocab: int) -> float:
+    """Return the peak resident bytes of a process of its own that takes five steps."""
+    command = [sys.executable, "-m", "bench.step", name, str(vocab)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    return float(done.stdout.split()[-1])
+
+
+if __name__ == "__main__":
+    call = CONTENDERS[sys.argv[1]](int(sys.argv[2]))
+    for _ in range(5):
+        call()
+    print(peak_memory(torch.device("cpu")))
