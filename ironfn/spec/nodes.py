@@ -12,6 +12,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.scanner import Scanner, ScannerError
 
 from ironfn.spec.errors import Fault, Place
 
@@ -19,6 +20,8 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 2_000
 """A spec holds at most so many bytes, levels, and values once its aliases are written out."""
+
+NESTED = f"is nested more than {MAX_DEPTH} levels deep"
 
 Scalar: TypeAlias = "str | int | float | bool | None"
 
@@ -75,6 +78,8 @@ def parse(text: str, source: Place, faults: list[Fault]) -> Node:
     composer = _Composer(text, source, faults)
     try:
         return composer.document()
+    except _TooDeep as error:
+        raise Refused(composer.place(error.problem_mark), NESTED) from None
     except MarkedYAMLError as error:
         what, mark = _explain(error)
         raise Refused(composer.place(mark), f"is not YAML: {what}") from None
@@ -82,6 +87,19 @@ def parse(text: str, source: Place, faults: list[Fault]) -> Node:
         before = text[: error.position]
         place = Place(source.order, source.source, before.count("\n") + 1, error.position - before.rfind("\n"))
         raise Refused(place, f"character U+{ord(text[error.position]):04X} is not allowed in YAML") from None
+
+
+class _TooDeep(ScannerError):
+    """Stop the scanner at a bracket inside too many others."""
+
+
+class _Shallow(Scanner):
+    """Count the open brackets while scanning: it reads far ahead, in a time quadratic in their number."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if self.flow_level > MAX_DEPTH:
+            raise _TooDeep(None, None, NESTED, self.reader.get_mark())
+        super().fetch_flow_collection_start(TokenClass, to_push)
 
 
 def _explain(error: MarkedYAMLError) -> tuple[str, Any]:
@@ -119,7 +137,9 @@ class _Composer:
         return Place(self.source.order, self.source.source, mark.line + 1, mark.column + 1)
 
     def document(self) -> Node:
-        events: Iterator[Any] = iter(YAML(typ="safe", pure=True).parse(self.text))
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Scanner = _Shallow
+        events: Iterator[Any] = iter(yaml.parse(self.text))
         next(events)  # the start of the stream
         if type(next(events)).__name__ == "StreamEndEvent":
             return Node(None, self.source)
@@ -133,7 +153,7 @@ class _Composer:
     def node(self, event: Any, events: Iterator[Any], path: tuple[str, ...]) -> Node:
         place, kind = self.place(event.start_mark), type(event).__name__
         if len(path) > MAX_DEPTH:
-            raise Refused(place, f"is nested more than {MAX_DEPTH} levels deep")
+            raise Refused(place, NESTED)
         if kind == "AliasEvent":
             return self.alias(event, place)
         self.count(1, place)
