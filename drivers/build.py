@@ -17,7 +17,7 @@ from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout, by_mask, by_span, written_out
 from ironfn.model.init import abstract, init
 from ironfn.model.tables import table
-from ironfn.model.transformer import Forward, keep
+from ironfn.model.transformer import Forward, hidden, keep
 from ironfn.optim.optimizer import Optimizer
 from ironfn.optim.presets import make_optimizer
 from ironfn.optim.schedules import make_schedule
@@ -88,11 +88,6 @@ def forward(precision: PrecisionSpec) -> Forward:
     return Forward(None if same else getattr(torch, precision.compute), tuple(precision.keep_float32))
 
 
-def compiled(loss: Loss, spec: RunSpec) -> Loss:
-    """Return the loss as the spec runs it: through `torch.compile` or as it stands."""
-    return torch.compile(loss) if spec.train.compile else loss
-
-
 def build(spec: RunSpec) -> Job:
     """Open the data and make the functions of a run. ValueError for whatever does not fit together."""
     device, mesh = pick_device(spec.train.device), launch(spec.mesh)
@@ -107,6 +102,7 @@ def build(spec: RunSpec) -> Job:
         run=recompute if spec.train.remat else keep,
         dropout=Dropout(arch.dropout, spec.train.seed) if arch.dropout else None,
     )
+    body = torch.compile(hidden, fullgraph=True) if spec.train.compile else hidden
     chunk = spec.train.loss_chunk
     dtype = getattr(torch, spec.train.precision.params)
     optimizer = make_optimizer(spec.optim, abstract(arch, dtype))
@@ -121,7 +117,7 @@ def build(spec: RunSpec) -> Job:
         eval_loss=lm_loss(arch, plain, chunk=chunk),
         optimizer=optimizer,
         step=make_step(
-            _gradient(compiled(lm_loss(arch, how, chunk=chunk), spec), spec),
+            _gradient(lm_loss(arch, how, chunk=chunk, body=body), spec),
             optimizer,
             make_schedule(spec.optim.schedule, spec.optim.lr, spec.train.steps),
             table=table(spec.mesh.sequence_parallel),

@@ -11,6 +11,7 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
+@torch.compiler.assume_constant_result  # a compiler cannot look into the hash
 def key(*coordinates: int | str) -> int:
     """Return a 63-bit key for these coordinates: (seed, path, step ...). Equal only for equal coordinates.
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from ironfn.loss.cross_entropy import cross_entropy
 from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import enter
@@ -10,15 +14,19 @@ from ironfn.model.transformer import DEFAULT, Forward, head_weight, hidden
 from ironfn.types import Batch, Loss, LossSum, Params
 
 
-def lm_loss(arch: Arch, how: Forward = DEFAULT, *, chunk: int | None = None) -> Loss:
+def lm_loss(
+    arch: Arch, how: Forward = DEFAULT, *, chunk: int | None = None, body: Callable[..., Tensor] = hidden
+) -> Loss:
     """Return the loss (params, batch, mesh) -> sum over the targets of -log p(target) * weight, in nats.
 
     The batch needs ``tokens``, ``targets`` and ``weight``; see `types.Batch`. Nothing is shifted here.
     chunk: positions whose logits exist at one time; see `cross_entropy`.
+    body: the model up to its head; ``torch.compile(hidden)`` with ``Forward(attention=by_mask)`` compiles a run. The
+    cross-entropy stays outside: it passes over the positions of weight 0, and which those are only the data know.
     """
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
-        x = enter(hidden(params, batch, arch, mesh, how), mesh)
+        x = enter(body(params, batch, arch, mesh, how), mesh)
         w, weight = head_weight(params, arch), batch["weight"]
         total = cross_entropy(x, w, batch["targets"], weight, mesh.tp, vocab=arch.vocab, chunk=chunk)
         return LossSum(total, weight.sum())

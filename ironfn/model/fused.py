@@ -40,6 +40,11 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high).square() / x.shape[-1] + eps)
 
 
+def _call(function: Any, *arguments: Any) -> Any:
+    """Apply a function; for a compiler, which cannot look into one that has a ``jvp``, lay its plain form open."""
+    return (function.forward if torch.compiler.is_compiling() else function.apply)(*arguments)
+
+
 class _RmsNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -84,7 +89,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
     Statistics are float32 or better; the result has the dtype of ``x``. Keeps ``x`` and one number a row.
     """
-    return _RmsNorm.apply(x, scale, eps)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _call(_RmsNorm, x, scale, eps)[0]
 
 
 class _Linear(torch.autograd.Function):
@@ -114,7 +119,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
     """Return x w with x [..., in] and w [in, out]."""
-    return _Linear.apply(x, w)  # pyright: ignore[reportReturnType]
+    return _call(_Linear, x, w)
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -171,7 +176,7 @@ def gated_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: Acti
 
     x [..., width]; w_gate and w_up [width, ffn], w_down [ffn, width]. Keeps gate and up, not their product.
     """
-    return _GatedMlp.apply(x, w_gate, w_up, w_down, act)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _call(_GatedMlp, x, w_gate, w_up, w_down, act)[0]
 
 
 class _ActDown(torch.autograd.Function):
@@ -203,7 +208,7 @@ class _ActDown(torch.autograd.Function):
 
 def activate_down(x: Tensor, w_down: Tensor, act: Activation) -> Tensor:
     """Return act(x) w_down with x [..., ffn] and w_down [ffn, width]. Keeps ``x``, not its activation."""
-    return _ActDown.apply(x, w_down, act)  # pyright: ignore[reportReturnType]
+    return _call(_ActDown, x, w_down, act)
 
 
 class _Rotate(torch.autograd.Function):
@@ -242,4 +247,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos, sin: float32 [rows or 1, length, 1, head_dim], the angles given twice. The transpose is the turn back.
     """
-    return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
+    return _call(_Rotate, x, cos, sin)
