@@ -53,9 +53,9 @@ def peer(vocab: int) -> Callable[[], object]:
 
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1024,
-        max_position_embeddings=LENGTH, tie_word_embeddings=True, attn_implementation="sdpa",
+        max_position_embeddings=LENGTH, tie_word_embeddings=True,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)  # which attends by SDPA unless told otherwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     ids = torch.randint(0, vocab, (ROWS, LENGTH))
 

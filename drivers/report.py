@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -19,20 +20,28 @@ def next_commands(run_dir: Path) -> dict[str, str]:
     }
 
 
+def draw(run_dir: Path, say: Callable[[str], object], warn: Callable[[str], object]) -> None:
+    """Write report.html and loss.png of a run; what cannot be written is warned of, for the run itself is done."""
+    from ironfn.report.page import write_report
+    from ironfn.report.plots import loss_png
+
+    for name, write in (
+        ("report.html", lambda: write_report(run_dir, next_commands(run_dir))),
+        ("loss.png", lambda: loss_png(run_dir / "metrics.jsonl", run_dir / "loss.png")),
+    ):
+        try:
+            say(f"{write()} written")
+        except (ImportError, OSError) as error:
+            warn(f"no {name}: {error}")
+
+
 @click.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def command(run_dir: Path) -> None:
     """Write report.html and loss.png of RUN_DIR again from its metrics."""
-    from ironfn.report.page import write_report
-    from ironfn.report.plots import loss_png
-
     if not (run_dir / "metrics.jsonl").exists():
         raise click.ClickException(f"{run_dir} holds no metrics.jsonl: name the directory of a run, such as runs/NAME")
-    try:
-        click.echo(write_report(run_dir, next_commands(run_dir)))
-    except OSError as error:
-        raise click.ClickException(f"the report could not be written: {error}") from error
-    try:
-        click.echo(loss_png(run_dir / "metrics.jsonl", run_dir / "loss.png"))
-    except (ImportError, OSError) as error:
-        click.echo(f"warning: no loss.png: {error}", err=True)
+    failed: list[str] = []
+    draw(run_dir, click.echo, failed.append)
+    if failed:
+        raise click.ClickException("; ".join(failed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from ironfn import __version__
 from ironfn.algo.step import Metrics, State
-from ironfn.checkpoint import load_newest, prune, save
+from ironfn.checkpoint import load_newest, prune, save, steps
 from ironfn.checkpoint.files import replace_whole
 from ironfn.data import eval_batches, prefetch
 from ironfn.generate.sampling import continuation, sampler
@@ -23,12 +23,13 @@ from ironfn.model.counting import flops_per_token, parameters
 from ironfn.report.evaluation import Evaluation, bits_per_byte, evaluate, target_bytes
 from ironfn.report.meter import Meter, peak_memory
 from ironfn.report.mfu import find_peak, mfu
-from ironfn.report.rows import EvaluationRow, MetricsFile, RunRow, TrainRow, as_dict, trim
+from ironfn.report.rows import EvaluationRow, MetricsFile, RunRow, TrainRow, Value, as_dict, trim
 from ironfn.spec.records import RunSpec
 from ironfn.types import Batch, Params
 
 from .build import Job, build, to_device
 from .console import Console
+from .report import draw
 from .rundir import RunDir
 from .signals import EXIT_STOPPED, stop_requested
 from .trackers import Trackers, open_trackers
@@ -47,16 +48,16 @@ def run(spec: RunSpec, *, override: bool = False, restart: bool = False) -> int:
         stack.enter_context(place.held())
         console = stack.enter_context(Console(spec.train.steps, title=spec.name))
         stopped = stack.enter_context(stop_requested(f"ironfn pretrain {place.spec}"))
+        place.settle(spec, resuming=bool(steps(place.checkpoints)), override=override, warn=console.warn)
         job = build(spec)
         state, seconds = _restore(job, place, console, restart)
-        place.settle(spec, resuming=state.step > 0, override=override, warn=console.warn)
         replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())
         with _watch(job, place, console, state, seconds) as watch:
             state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:
             console.note(f"saved at step {state.step} of {spec.train.steps}; to go on: ironfn pretrain {place.spec}")
             return EXIT_STOPPED
-        _conclude(place, console)
+        draw(place.path, console.note, console.warn)
         return 0
 
 
@@ -140,7 +141,7 @@ class Watch:
         """Record a step; show every ``report.log_every``-th."""
         known = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
         pace, left = self.meter.look(state.step, round(metrics["tokens"]))
-        extra = {name: value for name, value in metrics.items() if name not in known}
+        extra: dict[str, Value] = {name: value for name, value in metrics.items() if name not in known}
         row = TrainRow(
             step=state.step,
             loss=metrics["loss"],
@@ -202,7 +203,7 @@ def _fingerprint(batch: Batch) -> str:
 
 
 @contextmanager
-def _watch(job: Job, place: RunDir, console: Console, state: State, seconds: float) -> Iterator[Watch]:
+def _watch(job: Job, place: RunDir, console: Console, state: State, seconds: float) -> Generator[Watch]:
     """Open the run's files at its present step: rows of steps that are to be taken again are dropped."""
     spec = job.spec
     fresh = state.step == 0
@@ -236,15 +237,3 @@ def _describe(job: Job, flops: float, peak: float) -> RunRow:
         tokens_per_step=spec.train.batch * spec.data.length,
         device=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
     )
-
-
-def _conclude(place: RunDir, console: Console) -> None:
-    """Draw the curves and write the page; a missing plot library is no reason to fail a finished run."""
-    from ironfn.report.page import write_report
-    from ironfn.report.plots import loss_png
-
-    try:
-        loss_png(place.metrics, place.loss_plot)
-    except ImportError as error:
-        console.warn(str(error))
-    console.note(f"done: {write_report(place.path)}")

@@ -35,15 +35,16 @@ def make_run(
             loss = 2.4 + 6 * math.exp(-20 * step / steps) + draw.gauss(0, 0.1)
             metrics.write(
                 TrainRow(
-                    step=step, loss=math.nan if step in bad else loss, bits_per_byte=loss / 2, lr=3e-4 * (1 - step / (steps + 1)),
+                    step=step, loss=math.nan if step in bad else loss, bits_per_byte=loss / 2,
+                    lr=3e-4 * (1 - step / (steps + 1)),
                     grad_norm=0.5 + draw.random(), tokens_per_s=2100 + draw.gauss(0, 60), mfu=0.7, memory=1288490189,
                     seconds=float(step), left=float(steps - step), extra={"noise_scale": 900.0 + step},
                 )
             )  # fmt: skip
             if step % eval_every == 0:
                 metrics.write(
-                    EvaluationRow(step=step, loss=loss + 0.1, perplexity=math.exp(loss + 0.1), bits_per_byte=loss / 2 + 0.05,
-                                  tokens=4096, bytes=9000, seconds=float(step))
+                    EvaluationRow(step=step, loss=loss + 0.1, perplexity=math.exp(loss + 0.1),
+                                  bits_per_byte=loss / 2 + 0.05, tokens=4096, bytes=9000, seconds=float(step))
                 )  # fmt: skip
                 samples.write({"step": step, "prompt": "Once", "text": f" upon a time {step}"})
     return directory

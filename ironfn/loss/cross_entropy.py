@@ -95,7 +95,7 @@ class _CrossEntropy(torch.autograd.Function):
         need_x, need_w, *_ = ctx.needs_input_grad
         if not (plain(grad) and float(grad) == 1.0):  # nearly always 1: then no second copy of the gradients is made
             x_grad, w_grad = x_grad * grad.to(x_grad.dtype), w_grad * grad.to(w_grad.dtype)
-        return x_grad if need_x else None, w_grad if need_w else None, *[None] * 7
+        return (x_grad if need_x else None, w_grad if need_w else None) + (None,) * 7
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, *_: None) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,8 +137,8 @@ def cross_entropy(
 
     x [..., width] hidden states, whole on every rank of ``axis``; w [rows, width], this rank's rows of the head;
     targets and weight [...]. Ids at ``vocab`` and above are padding of the table and have no probability.
-    chunk: positions whose logits exist at one time; by default as many as make 64 MiB of them in float32.
+    chunk: positions whose logits exist at one time; by default as many as make 32 MiB of them in float32.
     """
-    chunk = chunk or max(64, (1 << 24) // w.shape[0])
+    chunk = chunk or max(64, (1 << 23) // w.shape[0])
     flat = (x.flatten(0, -2), w, targets.flatten(), weight.flatten())
     return _CrossEntropy.apply(*flat, axis, vocab, chunk, _wanted(x), _wanted(w))[0]  # pyright: ignore[reportOptionalSubscript]

@@ -121,7 +121,7 @@ def run(
         group = groups.setdefault((name, *others), Group(name, sizes[name], timeout))
         return Axis(name, sizes[name], place[name], Fake(group, place[name]))
 
-    meshes = [Mesh(*(axis(name, place) for name in ("dp", "tp", "ep")), sequence_parallel) for place in places]
+    meshes = [Mesh(axis("dp", at), axis("tp", at), axis("ep", at), sequence_parallel) for at in places]
 
     def rank(mesh: Mesh) -> T:
         try:

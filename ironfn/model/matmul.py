@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 
 _WORTH_IT = 1 << 22  # multiplications below which the call costs more than the better kernel saves
 
 
 def plain(x: Tensor) -> bool:
     """Tell whether ``x`` is a bare tensor that no transform of `torch.func` and no compiler looks at."""
-    return not (torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    return not (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x))
 
 
 def _suits_onednn(x: Tensor, w: Tensor) -> bool:

@@ -194,7 +194,7 @@ class TrainSpec:
     """Set the loop: ``steps`` of ``batch`` rows, computed ``micro_batch`` rows at a time (None: all at once).
 
     remat: recompute each block in the backward pass. loss_chunk: positions whose logits exist at one time; None takes
-    what fits in 64 MiB. noise_scale_every: steps between measurements of the gradient
+    what fits in 32 MiB. noise_scale_every: steps between measurements of the gradient
     noise scale (McCandlish et al. 2018, arXiv 1812.06162); None measures never.
     """
 
