@@ -36,7 +36,7 @@ Metrics: TypeAlias = dict[str, float]
 Step: TypeAlias = "Callable[[State, Batch], tuple[State, Metrics]]"
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(ArithmeticError, ValueError):
     """Tell that a loss or a gradient is infinite or not a number; the state was not touched."""
 
 
