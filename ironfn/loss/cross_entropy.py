@@ -92,10 +92,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_grad, w_grad = ctx.saved_tensors
-        need_x, need_w, *_ = ctx.needs_input_grad
+        need_x, need_w = ctx.needs_input_grad[:2]
         if not (plain(grad) and float(grad) == 1.0):  # nearly always 1: then no second copy of the gradients is made
             x_grad, w_grad = x_grad * grad.to(x_grad.dtype), w_grad * grad.to(w_grad.dtype)
-        return (x_grad if need_x else None, w_grad if need_w else None) + (None,) * 7
+        return x_grad if need_x else None, w_grad if need_w else None, *(None,) * 7
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, *_: None) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
