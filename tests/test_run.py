@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from drivers import build
 from drivers import run as driver
 from drivers.main import EX_CONFIG, main
 from drivers.signals import EXIT_STOPPED
@@ -166,6 +168,15 @@ def test_generate_continues_prompts_and_says_the_same_again(whole: RunSpec) -> N
     greedy = [invoke("generate", one, "-p", "the", "-n", 5, "-t", 0, "--seed", seed).output for seed in (1, 2)]
     assert greedy[0] == greedy[1]
     assert "step-00000008, step 8" in greedy[0]
+
+
+def test_a_compiled_run_learns_as_the_eager_one(folder: Path, whole: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default backend's C++ compiler takes minutes; `aot_eager` takes the same road up to it."""
+    monkeypatch.setattr(build.torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    spec = load(folder, "compiled", "train.compile=true")
+    assert driver.run(spec) == 0
+    losses = [[row["loss"] for row in read_rows(place(s) / "metrics.jsonl") if "loss" in row] for s in (spec, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 # Stopping. A real signal is sent to this process from inside the run, so that it comes at exactly that moment.

@@ -20,10 +20,11 @@ from ironfn.model.init import init
 from ironfn.model.tables import table
 from ironfn.optim.adamw import adamw
 from ironfn.optim.optimizer import Optimizer
+from ironfn.report.evaluation import evaluate
 from ironfn.types import Batch, Loss, LossSum, Params
-from tests.peers import make_arch
+from tests import peers
 
-ARCH = make_arch("llama", 38, width=16, heads=2, ffn=24)
+ARCH = peers.make_arch("llama", 38, width=16, heads=2, ffn=24)
 LM = lm_loss(ARCH)
 
 
@@ -298,3 +299,28 @@ def test_an_untouched_parameter_gets_a_zero_gradient() -> None:
     _, grads = value_and_grad(given_gradient)(params, pull([1.0, 2.0]), SINGLE)
     assert isinstance(grads["idle"], Tensor)
     assert grads["idle"].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_differentiating_leaves_the_parameters_as_they_were(wanted: bool) -> None:
+    """No ``.grad`` is filled and no flag is set, whether or not somebody else differentiates by them."""
+    params = tree.map(lambda x: x.requires_grad_(wanted), init(ARCH, 0, table(False), SINGLE))
+    _, grads = value_and_grad(LM)(params, batch_of(2), SINGLE)
+    for leaf, grad in zip(tree.leaves(params), tree.leaves(grads), strict=True):
+        assert (leaf.requires_grad, leaf.grad, leaf.grad_fn) == (wanted, None, None)
+        assert not grad.requires_grad
+
+
+def test_training_evaluation_and_a_peer_that_shifts_by_itself_see_one_loss() -> None:
+    """`transformers` takes the ids as labels and shifts them; we are given the targets, and nobody shifts twice."""
+    model, params = peers.llama(ARCH)
+    ids = torch.randint(0, ARCH.vocab, (3, 14))
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weight": torch.ones(3, 13)}
+    theirs = float(model(input_ids=ids, labels=ids).loss.detach())
+    _, metrics = one(LM)(State(0, params, {}), batch)
+    lengths = torch.ones(ARCH.vocab, dtype=torch.long)
+    scored = evaluate(LM, params, [batch], SINGLE, lengths)
+    assert metrics["loss"] == pytest.approx(theirs, rel=1e-6)
+    assert scored.loss == pytest.approx(theirs, rel=1e-6)
+    shifted = batch | {"targets": ids[:, 1:].roll(-1, 1)}
+    assert evaluate(LM, params, [shifted], SINGLE, lengths).loss != pytest.approx(theirs, rel=1e-3)

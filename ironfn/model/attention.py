@@ -81,11 +81,13 @@ def allowed(segment: Tensor) -> Tensor:
 
 
 def by_mask(segment: Tensor | None) -> Attend:
-    """Attend under a mask [rows, 1, length, length]: for a compiler, which cannot branch on data."""
+    """Attend under a mask [rows, 1, length, length]: for a compiler, which cannot branch on data.
+
+    ``segment`` may lie on the host: the compiler brings it over once, whatever the number of layers.
+    """
     if segment is None:
         return _sdpa
-    mask = allowed(segment)
-    return lambda q, k, v: _sdpa(q, k, v, mask)
+    return lambda q, k, v: _sdpa(q, k, v, allowed(segment.to(q.device)))
 
 
 def written_out(segment: Tensor | None, drop: Callable[[Tensor], Tensor] = lambda p: p) -> Attend:
