@@ -11,7 +11,6 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot look into the hash
 def key(*coordinates: int | str) -> int:
     """Return a 63-bit key for these coordinates: (seed, path, step ...). Equal only for equal coordinates.
 
@@ -20,6 +19,11 @@ def key(*coordinates: int | str) -> int:
     """
     text = "\x1f".join(f"{type(c).__name__}:{c}" for c in coordinates)
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+# A compiler cannot look into the hash. This is the mark that `torch.compiler.assume_constant_result` leaves, without
+# its import of the compiler, which costs every process 70 MB and a second.
+key._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def generator(*coordinates: int | str) -> torch.Generator:

@@ -109,7 +109,7 @@ def _attention(x_BTD: Tensor, p: Params, arch: Arch, attend: Attend, angles: tup
 
 
 def angles(position_BT: Tensor, arch: Arch) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin [B, T, 1, C] of the rotary angles, in float32 whatever the model's dtype (float64: float64).
+    """Return cos and (negated, plain) sin [B, T, 1, C] of the rotary angles, in float32 whatever the model's dtype.
 
     Su et al. 2021, arXiv 2104.09864; the pairs are (i, i + C/2) as in `transformers`.
     """
@@ -117,7 +117,7 @@ def angles(position_BT: Tensor, arch: Arch) -> tuple[Tensor, Tensor] | None:
         return None
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=position_BT.device) / arch.head_dim
     angle = position_BT[..., None].float() * (1.0 / arch.rope_theta**exponents)
-    angle = torch.cat([angle, angle], -1)[:, :, None]
+    angle = torch.cat([-angle, angle], -1)[:, :, None]  # cos is even, sin is odd
     return angle.cos(), angle.sin()
 
 
