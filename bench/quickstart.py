@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def figures() -> Iterator[Figure]:
         seconds = time.monotonic() - start
         rows = read_rows(folder / "runs" / "quickstart" / "metrics.jsonl")
     bits = [float(row["bits_per_byte"]) for row in rows if row["kind"] == "validation"]  # pyright: ignore[reportArgumentType]
-    falls = sum(later < earlier for earlier, later in zip(bits, bits[1:], strict=False)) / (len(bits) - 1)
+    falls = sum(later < earlier for earlier, later in itertools.pairwise(bits)) / (len(bits) - 1)
     yield Figure("quickstart_first_loss_seconds", first, "<= 60")
     yield Figure("quickstart_seconds", seconds, "<= 360")
     yield Figure("quickstart_bits_per_byte", bits[-1], "< 2.6", " -> ".join(f"{value:.3f}" for value in bits))
