@@ -102,7 +102,7 @@ def build(spec: RunSpec) -> Job:
         run=recompute if spec.train.remat else keep,
         dropout=Dropout(arch.dropout, spec.train.seed) if arch.dropout else None,
     )
-    body = torch.compile(hidden, fullgraph=True) if spec.train.compile else hidden
+    body = torch.compile(hidden, fullgraph=True, dynamic=False) if spec.train.compile else hidden
     chunk = spec.train.loss_chunk
     dtype = getattr(torch, spec.train.precision.params)
     optimizer = make_optimizer(spec.optim, abstract(arch, dtype))

@@ -20,19 +20,25 @@ def next_commands(run_dir: Path) -> dict[str, str]:
     }
 
 
-def draw(run_dir: Path, say: Callable[[str], object], warn: Callable[[str], object]) -> None:
-    """Write report.html and loss.png of a run; what cannot be written is warned of, for the run itself is done."""
+def draw(run_dir: Path, say: Callable[[str], object], warn: Callable[[str], object]) -> bool:
+    """Write report.html and loss.png of a run and say where; tell whether the page is there.
+
+    What cannot be written is warned of: the run itself is done.
+    """
     from ironfn.report.page import write_report
     from ironfn.report.plots import loss_png
 
-    for name, write in (
-        ("report.html", lambda: write_report(run_dir, next_commands(run_dir))),
-        ("loss.png", lambda: loss_png(run_dir / "metrics.jsonl", run_dir / "loss.png")),
-    ):
-        try:
-            say(f"{write()} written")
-        except (ImportError, OSError) as error:
-            warn(f"no {name}: {error}")
+    page = True
+    try:
+        say(str(write_report(run_dir, next_commands(run_dir))))
+    except OSError as error:
+        warn(f"no report.html: {error}")
+        page = False
+    try:
+        say(str(loss_png(run_dir / "metrics.jsonl", run_dir / "loss.png")))
+    except (ImportError, OSError) as error:
+        warn(f"no loss.png: {error}")
+    return page
 
 
 @click.command()
@@ -41,7 +47,5 @@ def command(run_dir: Path) -> None:
     """Write report.html and loss.png of RUN_DIR again from its metrics."""
     if not (run_dir / "metrics.jsonl").exists():
         raise click.ClickException(f"{run_dir} holds no metrics.jsonl: name the directory of a run, such as runs/NAME")
-    failed: list[str] = []
-    draw(run_dir, click.echo, failed.append)
-    if failed:
-        raise click.ClickException("; ".join(failed))
+    if not draw(run_dir, click.echo, lambda text: click.echo(f"warning: {text}", err=True)):
+        raise click.exceptions.Exit(1)

@@ -9,7 +9,7 @@ import torch
 
 from ironfn import tree
 from ironfn.optim.adamw import adamw
-from ironfn.optim.clip import all_finite, clip_by_global_norm, scale_to_norm
+from ironfn.optim.clip import clip_by_global_norm, scale_to_norm
 from ironfn.optim.combine import master_weights, partition
 from ironfn.optim.muon import jordan, muon
 from ironfn.optim.optimizer import Optimizer, pure, scale_lr
@@ -350,11 +350,6 @@ def test_clipping_to_nothing_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_one_bad_number_is_found(bad: float, dtype: torch.dtype) -> None:
     grads = draw(MODEL, 0, dtype)
-    assert bool(all_finite(grads))
+    assert bool(clip_by_global_norm(grads, 1.0)[1].isfinite())
     grads["blocks"]["1"]["attn"]["wk"][3, 2] = bad
-    assert not bool(all_finite(grads))
     assert not bool(clip_by_global_norm(grads, 1.0)[1].isfinite())
-
-
-def test_large_finite_gradients_are_finite_though_their_norm_is_not() -> None:
-    assert bool(all_finite({"w": torch.full((4,), 1e30)}))

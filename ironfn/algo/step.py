@@ -14,6 +14,7 @@ from ironfn import tree
 from ironfn.grad.value_and_grad import ValueAndGrad
 from ironfn.layout.table import WHOLE_TABLE, Table, reduce_grads, squared_norm
 from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.optim.clip import clip_factor
 from ironfn.optim.optimizer import Optimizer
 from ironfn.types import Batch, LossSum, Params, Schedule
 
@@ -87,7 +88,8 @@ def make_step(
             on_nonfinite(metrics)
             metrics["skipped"] += 1
             return evolve(state, step=state.step + 1, skipped=state.skipped + 1), metrics
-        torch._foreach_mul_(tree.leaves(grads), (1.0 if clip is None else min(1.0, clip / max(norm, clip))) / weight)
+        factor = 1.0 if clip is None else clip_factor(norm, clip)
+        torch._foreach_mul_(tree.leaves(grads), factor / weight)
         params, opt = (state.params, state.opt) if donate else (tree.clone(state.params), tree.clone(state.opt))
         params, opt = optimizer.update(grads, opt, params, lr)
         return evolve(state, step=state.step + 1, params=params, opt=opt), metrics

@@ -25,18 +25,17 @@ def scale_to_norm(grads: Params, norm: Tensor, max_norm: float) -> Params:
     The factor is exactly min(1, max_norm / norm), where torch's `clip_grad_norm_` divides by norm + 1e-6. A mesh adds
     the squares over its axes and passes the norm of the whole.
     """
-    if not max_norm > 0.0:
-        raise ValueError(f"the norm to clip to is {max_norm}; it must be above 0 (no clipping is null)")
-    factor = (max_norm / norm).clamp(max=1.0)
-    if factor.device.type != "cpu" or factor != 1.0:  # on a GPU, asking costs more than a multiplication by 1
+    factor = clip_factor(float(norm), max_norm)
+    if factor != 1.0:
         torch._foreach_mul_(tree.leaves(grads), factor)
     return grads
 
 
-def all_finite(grads: Params) -> Tensor:
-    """Tell, as a 0-d bool tensor, whether no gradient holds an infinity or a NaN.
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what gradients of global norm ``norm`` are multiplied by: min(1, max_norm / norm), NaN for a NaN.
 
-    Exact where the norm is not: squares of finite numbers above 1.8e19 overflow float32.
+    ValueError unless ``max_norm`` is above 0.
     """
-    # The infinity norm passes a NaN on, and needs no tensor of the leaf's size.
-    return torch.stack([torch.linalg.vector_norm(g, float("inf")).isfinite() for g in tree.leaves(grads)]).all()
+    if not max_norm > 0.0:
+        raise ValueError(f"the norm to clip to is {max_norm}; it must be above 0 (no clipping is null)")
+    return max_norm / norm if not norm <= max_norm else 1.0
