@@ -56,7 +56,10 @@ def show(path: Path) -> None:
     """Show a checkpoint, or the newest of a run: its step, its leaves, and what was saved beside them."""
     if not _is_checkpoint(path):
         path = list(_all(path).values())[-1]
-    manifest = checkpoint.read_manifest(path)
+    try:
+        manifest = checkpoint.read_manifest(path)
+    except checkpoint.DamagedCheckpoint as error:
+        raise ValueError(f"{path}: {error}; `ironfn ckpt ls` lists the others") from error
     size = sum(record.size for record in manifest.files.values())
     click.echo(f"{path}: step {manifest.step}, {len(manifest.leaves):,} leaves, {size:,} bytes\n")
     _print(

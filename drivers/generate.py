@@ -21,12 +21,13 @@ def command(run: Path, prompts: tuple[str, ...], tokens: int, temperature: float
     """
     from ironfn.generate.sampling import continuation, greedy, sampler
 
-    from .trained import open_trained
+    from .trained import open_trained, require_text
 
     model = open_trained(run, lambda line: click.echo(line, err=True))
     for number, prompt in enumerate(prompts or model.prompts or ("",)):
+        require_text(prompt, "the prompt")
         ids = [model.eos, *model.tokenizer.encode(prompt, add_special_tokens=False).ids]
-        choose = sampler(temperature, top_k, seed, number) if temperature > 0 else greedy
+        choose = greedy if temperature == 0 else sampler(temperature, top_k, seed, number)
         stop = frozenset([model.eos])
         new = continuation(model.params, model.arch, ids, tokens, choose, stop=stop, how=model.how)
         click.secho(prompt, bold=True, nl=False)

@@ -75,6 +75,21 @@ class Modes(click.Group):
                 click.echo(str(error), err=True)
                 ctx.exit(EX_CONFIG)
             raise click.ClickException(str(error)) from error
+        except (OSError, MemoryError, RuntimeError) as error:
+            if ctx.params["traceback"] or (line := _machine(error)) is None:
+                raise
+            raise click.ClickException(line) from error
+
+
+def _machine(error: Exception) -> str | None:
+    """Say in a line what the machine refused: a file, or memory. None for an error that is a fault of ours."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror or error)
+    text = str(error)
+    if isinstance(error, MemoryError) or any(word in text for word in ("allocate", "out of memory", "Storage size")):
+        first = text.split("\n", 1)[0]
+        return f"not enough memory ({first}): lower train.batch or set train.micro_batch, or choose a smaller model"
+    return None
 
 
 @click.group(cls=Modes, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from ironfn.model.counting import flops_per_token, parameters
 from ironfn.report.evaluation import Evaluation, bits_per_byte, evaluate, target_bytes
 from ironfn.report.meter import Meter, peak_memory
 from ironfn.report.mfu import find_peak, mfu
-from ironfn.report.rows import EvaluationRow, MetricsFile, RunRow, TrainRow, Value, as_dict, trim
+from ironfn.report.rows import EvaluationRow, MetricsFile, RunRow, TrainRow, Value, as_dict, read_rows, trim
 from ironfn.spec.records import RunSpec
 from ironfn.types import Batch, Params
 
@@ -49,7 +50,8 @@ def run(spec: RunSpec, *, override: bool = False, restart: bool = False) -> int:
     with ExitStack() as stack:
         stack.enter_context(place.held())
         console = stack.enter_context(Console(spec.train.steps, title=spec.name))
-        stopped = stack.enter_context(stop_requested(f"ironfn pretrain {place.spec}"))
+        resume = f"ironfn pretrain {shlex.quote(str(place.spec))}"
+        stopped = stack.enter_context(stop_requested(resume))
         place.settle(spec, resuming=bool(steps(place.checkpoints)), override=override, warn=console.warn)
         job = build(spec)
         state, seconds = _restore(job, place, console, restart)
@@ -57,7 +59,7 @@ def run(spec: RunSpec, *, override: bool = False, restart: bool = False) -> int:
         with _watch(job, place, console, state, seconds) as watch:
             state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:
-            console.note(f"saved at step {state.step} of {spec.train.steps}; to go on: ironfn pretrain {place.spec}")
+            console.note(f"saved at step {state.step} of {spec.train.steps}; to go on: {resume}")
             return EXIT_STOPPED
         draw(place.path, console.note, console.warn)
         return 0
@@ -113,7 +115,14 @@ def _restore(job: Job, place: RunDir, console: Console, restart: bool) -> tuple[
     """Return the newest whole state of the run and the seconds spent on it; the first state where there is none."""
     state = job.first_state()
     found = load_newest(place.checkpoints, console.warn, restart=restart, device=job.device, into=as_tree(state))
-    if found is None:  # a damaged checkpoint may have half filled the state before it was given up
+    if found is None:
+        done = max((row["step"] for row in read_rows(place.metrics)), default=0)
+        if done >= job.spec.checkpoint.every and not restart:
+            raise ValueError(
+                f"{place.metrics} tells of {done} steps, but {place.checkpoints} holds no checkpoint: restore it, give "
+                "this run another name, or give --restart to begin anew and lose these rows"
+            )
+        # a damaged checkpoint may have half filled the state before it was given up
         return (job.first_state() if restart else state), 0.0
     meta = found.meta
     if meta["data"] != f"{job.train.checksum:016x}":
@@ -121,6 +130,8 @@ def _restore(job: Job, place: RunDir, console: Console, restart: bool) -> tuple[
             f"{found.path} was trained on other data than {job.spec.data.dir} holds now; prepare the old data again, "
             "or give this run another name"
         )
+    if meta["step"] > job.spec.train.steps:
+        raise ValueError(f"{found.path} is past train.steps {job.spec.train.steps}; raise it to go on, or leave it")
     console.note(f"resuming at step {meta['step']} from {found.path}")
     return evolve(state, step=meta["step"], skipped=meta["skipped"]), meta["seconds"]
 

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import frozen
 from cattrs import Converter
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from ironfn.checkpoint import tidy
 from ironfn.checkpoint.files import DISK, Files, make_directories, replace_whole
@@ -107,7 +108,7 @@ class RunDir:
             listed = "".join(f"\n  {line}" for line in changed)
             raise ValueError(
                 f"{self.path} was begun with another spec:{listed}\n"
-                "set these back, give the run another name, or override if you mean it"
+                "set these back, give the run another name, or give --override if you mean it"
             )
         for line in changed:
             warn(f"overriding the spec that {self.path} was begun with: {line}")
@@ -116,7 +117,15 @@ class RunDir:
             replace_whole(self.spec, text, files)
 
     def _changed(self, spec: RunSpec) -> list[str]:
-        began = structure(YAML(typ="safe", pure=True).load(self.spec.read_text(encoding="utf-8")), RunSpec)
+        try:
+            values = YAML(typ="safe", pure=True).load(self.spec.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, YAMLError) as error:
+            values = str(error).split("\n", 1)[0]
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{self.spec} is damaged ({values}); restore it, or delete it to go on with the spec given"
+            )
+        began = structure(values, RunSpec)
         if isinstance(began, list):
             problems = "; ".join(f"{'.'.join(map(str, wrong.path))}: {wrong.what}" for wrong in began)
             raise ValueError(f"{self.spec} cannot be compared with the spec of this run: {problems}")

@@ -32,6 +32,16 @@ class Trained:
     prompts: tuple[str, ...]
 
 
+def require_text(text: str, what: str) -> None:
+    """Refuse text that is no Unicode: half a surrogate pair, as undecodable bytes of a command line become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} {text!r} is not valid Unicode at character {error.start}; write it in UTF-8"
+        ) from error
+
+
 def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
     """Open a run directory's newest whole checkpoint, or one checkpoint. ValueError where there is none."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -232,10 +232,11 @@ def test_stores_of_another_preparation_are_refused(tmp_path: Path, spec: DataSpe
         open_dataset(spec, "train")
 
 
-def test_an_interrupted_preparation_leaves_nothing_that_opens(
+def test_an_interrupted_preparation_leaves_what_was_there(
     tmp_path: Path, spec: DataSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(spec)
+    before = open_dataset(spec, "train").checksum
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -245,8 +246,22 @@ def test_an_interrupted_preparation_leaves_nothing_that_opens(
         with pytest.raises(KeyboardInterrupt):
             prepare(evolve(spec, tokenizer=TokenizerSpec(vocab_size=300)))
     assert not list((tmp_path / "data").rglob("*.part"))
-    with pytest.raises(ValueError, match="no prepared data there; run `ironfn prepare` first"):
-        open_dataset(spec, "train")
+    assert not (tmp_path / "data" / ".preparing").exists()
+    assert open_dataset(spec, "train").checksum == before
+
+
+@pytest.mark.parametrize("fault", ["tokenizer", "source"])
+def test_a_failed_preparation_leaves_what_was_there(tmp_path: Path, spec: DataSpec, fault: str) -> None:
+    prepare(spec)
+    before = open_dataset(spec, "train").checksum
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{no json\n", encoding="utf-8")
+    changed = evolve(spec, tokenizer=TokenizerSpec(file=str(bad)))
+    if fault == "source":
+        changed = evolve(spec, sets={**spec.sets, "bad": SetSpec([str(bad)])})
+    with pytest.raises(ValueError, match=r"bad\.jsonl"):
+        prepare(changed)
+    assert open_dataset(spec, "train").checksum == before
 
 
 @pytest.mark.parametrize("texts", [[], ["", "  "]])

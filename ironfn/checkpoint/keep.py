@@ -55,7 +55,7 @@ def first_whole(
     if candidates and not restart:
         raise DamagedCheckpoint(
             f"none of the {len(candidates)} checkpoints in {directory} is whole: restore one, "
-            "or move them away (or ask for a restart) to begin again at step 0"
+            "or move them away to begin again at step 0 (`ironfn pretrain --restart` does not ask)"
         )
     return None
 

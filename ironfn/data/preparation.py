@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from attrs import frozen
 
 from ironfn.data import tokenizer as tokenizers
 from ironfn.data.admit import admit
-from ironfn.data.files import alone, write_whole
+from ironfn.data.files import alone, sync_folder, write_whole
 from ironfn.data.settings import check, differences, recipe
 from ironfn.data.sources import Source, find, fingerprint
 from ironfn.data.store import StoreWriter, open_store, verify
@@ -25,6 +26,8 @@ from ironfn.spec.records import DataSpec
 FORMAT = 1
 MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer.json"
+BESIDE = ".preparing"
+"""Where new files wait, in the data directory, until all of them are whole."""
 
 Say = Callable[[str], None]
 
@@ -65,16 +68,30 @@ def prepare(spec: DataSpec, *, seed: int = 0, say: Say = lambda line: None, forc
 def _write(
     spec: DataSpec, sources: dict[str, list[Source]], wanted: dict[str, Any], seed: int, say: Say
 ) -> dict[str, Any]:
-    """Write tokenizer and stores, and the manifest last; return the manifest."""
+    """Write tokenizer and stores beside what is there, move them to their places, and write the manifest last.
+
+    What fails in the text or in the spec fails before anything that was there is touched. Return the manifest.
+    """
     folder = Path(spec.dir)
-    (folder / MANIFEST).unlink(missing_ok=True)  # so that no mixture of old and new files is ever taken for whole
-    vocabulary = _tokenizer(spec, sources, folder, say)
-    code = xxhash.xxh3_64_intdigest(_dump(wanted | {"tokenizer_checksum": vocabulary.checksum}))
-    sets: dict[str, Tally] = {}
-    stores: dict[str, int] = {}
-    for name in spec.sets:
-        sets[name] = _write_set(spec, name, sources[name], vocabulary, code, seed, stores, say)
-    _require_text(spec, sets, say)
+    beside = folder / BESIDE
+    shutil.rmtree(beside, ignore_errors=True)  # a death may have left it
+    beside.mkdir()
+    try:
+        vocabulary = _tokenizer(spec, sources, beside, say)
+        code = xxhash.xxh3_64_intdigest(_dump(wanted | {"tokenizer_checksum": vocabulary.checksum}))
+        sets: dict[str, Tally] = {}
+        stores: dict[str, int] = {}
+        for name in spec.sets:
+            sets[name] = _write_set(spec, name, sources[name], vocabulary, code, seed, beside, stores, say)
+        _require_text(spec, sets, say)
+        (folder / MANIFEST).unlink(missing_ok=True)  # so that no mixture of old and new files is ever taken for whole
+        sync_folder(folder)
+        for moved in (TOKENIZER, *(f"{name}.tokens" for name in stores)):
+            (folder / moved).parent.mkdir(exist_ok=True)
+            (beside / moved).replace(folder / moved)
+            sync_folder((folder / moved).parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     manifest = wanted | {
         "tokenizer_checksum": vocabulary.checksum,
         "recipe_code": code,
@@ -160,7 +177,7 @@ def _tokenizer(spec: DataSpec, sources: dict[str, list[Source]], folder: Path, s
     else:
         say(f"training a {spec.tokenizer.kind} tokenizer of {spec.tokenizer.vocab_size} ids on the training split")
         if spec.tokenizer.kind == "unigram":
-            say(f"unigram training differs a little from run to run; for the same one elsewhere, take {path} along")
+            say("unigram training differs a little from run to run; for the same one elsewhere, take its file along")
         trained = tokenizers.train(_training_texts(spec, sources), spec.tokenizer)
         write_whole(path, trained.encode())
     vocabulary = tokenizers.load(path, spec.tokenizer.eos)
@@ -196,11 +213,12 @@ def _write_set(
     vocabulary: Vocabulary,
     code: int,
     seed: int,
+    folder: Path,
     stores: dict[str, int],
     say: Say,
 ) -> Tally:
-    """Write the stores of one set and note their checksums in ``stores``."""
-    tally, folder, one = Tally(), Path(spec.dir), spec.sets[name]
+    """Write the stores of one set into ``folder`` and note their checksums in ``stores``."""
+    tally, one = Tally(), spec.sets[name]
     documents = admit(sources, one, spec.split, spec.bad_lines, tally)
     with ExitStack() as stack:
         writers = {

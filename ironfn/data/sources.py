@@ -95,7 +95,7 @@ def _files(source: str) -> list[Source]:
 def _walk(root: Path, without: frozenset[str]) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in without)
-        yield from (Path(folder, f) for f in sorted(files) if not f.startswith("."))
+        yield from (path for f in sorted(files) if not f.startswith(".") and (path := Path(folder, f)).is_file())
 
 
 def _classify(path: Path) -> Source:

@@ -103,7 +103,9 @@ def load(path: str | Path, eos: str | None = None) -> Vocabulary:
         layout = json.loads(data)
         tokenizer = Tokenizer.from_str(json.dumps(_flag_controls(layout, eos)))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise ValueError(f"{path}: not a tokenizer.json that can be read: {error}") from error
+        raise ValueError(
+            f"{path}: not a tokenizer.json that can be read ({error}); restore it, or prepare again"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,14 +28,14 @@ def sampler(temperature: float, top_k: int, seed: int, *stream: int | str) -> Ch
 
     The draw of token n depends on (seed, stream, n) alone. ValueError for a temperature or top_k that is not above 0.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be above 0; ask for greedy decoding instead of 0")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature {temperature} must be above 0 and finite; ask for greedy decoding instead of 0")
     if top_k < 1:
         raise ValueError(f"top_k {top_k} must be at least 1")
 
     def choose(logits: Tensor, number: int) -> int:
         best = logits.topk(min(top_k, len(logits)))
-        probabilities = torch.softmax(best.values.double() / temperature, 0).cpu()
+        probabilities = torch.softmax((best.values - best.values[0]).double() / temperature, 0).cpu()
         draw = torch.multinomial(probabilities, 1, generator=rng.generator(seed, "sample", *stream, number))
         return int(best.indices[int(draw)])
 

@@ -23,6 +23,10 @@ def _at_least(low: int) -> Rule:
     return lambda value: value >= low, f"has to be at least {low}"
 
 
+def _between(low: int, high: int) -> Rule:
+    return lambda value: low <= value <= high, f"has to lie between {low} and {high}"
+
+
 ABOVE_ZERO: Rule = (lambda value: value > 0, "has to be above 0")
 NOT_NEGATIVE: Rule = (lambda value: value >= 0, "cannot be negative")
 SHARE: Rule = (lambda value: 0 <= value <= 1, "has to lie between 0 and 1")
@@ -40,7 +44,7 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "model.vocab_size": _at_least(1),
         "model.pad_vocab_to": _at_least(1),
         "model.width": _at_least(1),
-        "model.layers": _at_least(1),
+        "model.layers": _between(1, 10_000),
         "model.heads": _at_least(1),
         "model.kv_heads": _at_least(1),
         "model.head_dim": _at_least(1),
@@ -75,10 +79,10 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "mesh.tp": _at_least(1),
         "mesh.ep": _at_least(1),
         "train.steps": _at_least(1),
-        "train.batch": _at_least(1),
+        "train.batch": _between(1, 1 << 24),
         "train.micro_batch": _at_least(1),
         "train.seed": NOT_NEGATIVE,
-        "train.threads": _at_least(1),
+        "train.threads": _between(1, 4096),
         "train.loss_chunk": _at_least(1),
         "train.noise_scale_every": _at_least(1),
         "checkpoint.every": _at_least(1),
@@ -220,6 +224,9 @@ def _train(spec: RunSpec) -> Iterator[Found]:
         near = min(divisors, key=lambda n: abs(n - (train.micro_batch or 1)))
         what = f"{train.micro_batch} rows at a time do not divide the batch's {rows} rows a rank; write {near}"
         yield (("train", "micro_batch"), ("train", "batch"), ("mesh", "dp"), ("mesh", "ep")), what
+    for place, prompt in enumerate(spec.report.prompts):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            yield (("report", "prompts", place),), "holds half of a surrogate pair, which is no Unicode text"
     keep_float32 = ("train", "precision", "keep_float32")
     yield from _regexes(keep_float32, enumerate(train.precision.keep_float32))
     every, keep_every = spec.checkpoint.every, spec.checkpoint.keep_every

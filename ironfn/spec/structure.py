@@ -85,8 +85,10 @@ def _number(value: Any, _: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         quoted = isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I)
         raise ValueError(f"{show(value)} is not a number" + (f"; write {value} without quotes" if quoted else ""))
-    if not math.isfinite(value) or abs(value) > 1e300:
+    if not math.isfinite(value):
         raise ValueError(f"{show(value)} is not a finite number")
+    if abs(value) > 1e300:
+        raise ValueError(f"{show(value)} is too large a number")
     return float(value)
 
 
