@@ -1,4 +1,5 @@
 # make quickstart: from nothing to a trained model and its samples.   make test: everything that CI runs.
+# make laws: the property tests on new examples.   make bench: the figures, beside the peers.
 PYTHON ?= python3
 BIN := .venv/bin
 # One thread a process: the tests start several, and their sums must not depend on how many cores there are.
@@ -8,7 +9,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 # The bench takes the machine as it is: a BLAS told to be some other core's would measure that one.
 BENCH_ENV := env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE
 
-.PHONY: quickstart test lint bench install dev clean
+.PHONY: quickstart test lint laws bench install dev clean
 
 quickstart: install
 	$(BIN)/ironfn prepare pretrain/quickstart
@@ -22,6 +23,12 @@ lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The property tests on new examples, again and again: what the fixed ones of `make test` never drew.
+SEEDS ?= 1 2 3 4 5 6 7 8 9 10
+laws: dev
+	for seed in $(SEEDS); do $(TEST_ENV) $(BIN)/python -m pytest -q property_tests \
+	  --hypothesis-profile=campaign --hypothesis-seed=$$seed || exit 1; done
 
 bench: dev
 	$(BENCH_ENV) $(BIN)/python -m bench pretrain
