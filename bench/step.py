@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -77,42 +79,49 @@ def figures(rounds: int = 9) -> Iterator[Figure]:
     """Yield speed and memory at both vocabularies, and the share of the matmul ceiling at the small one."""
     for vocab, speed, memory in ((4096, ">= 1.2", "<= 0.67"), (49152, ">= 1.25", "<= 0.44")):
         yield from _speed(vocab, speed, rounds if vocab < 10000 else max(3, rounds // 2))
-        used = {name: _memory(name, vocab) for name in CONTENDERS}
-        note = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in used.items())
-        yield Figure(f"memory_ratio_vocab_{vocab}", used["ours"] / used["peer"], memory, note)
+        used = {name: _alone(name, vocab) for name in CONTENDERS}
+        note = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, (_, size) in used.items())
+        yield Figure(f"memory_ratio_vocab_{vocab}", used["ours"][1] / used["peer"][1], memory, note)
         if vocab == 4096:
-            yield Figure("memory_ratio_remat", used["remat"] / used["peer"], "<= 0.57", note)
+            yield Figure("memory_ratio_remat", used["remat"][1] / used["peer"][1], "<= 0.57", note)
+            note = ", ".join(f"{name} {seconds:.3f} s" for name, (seconds, _) in used.items())
+            yield Figure("remat_speed_share", used["ours"][0] / used["remat"][0], ">= 0.75", note)
 
 
 def _speed(vocab: int, bar: str, rounds: int) -> Iterator[Figure]:
-    calls = {name: make(vocab) for name, make in CONTENDERS.items() if name != "remat" or vocab == 4096}
+    calls = {"ours": ours(vocab), "peer": peer(vocab)}
     peaks: list[float] = []
     calls["ceiling"] = lambda: peaks.append(measure_peak(torch.device("cpu"), torch.float32, 0.3))
     seconds = alternate(calls, rounds)
     note = ", ".join(f"{name} {ROWS * LENGTH / seconds[name]:.0f} tok/s" for name in calls if name != "ceiling")
     yield Figure(f"tokens_ratio_vocab_{vocab}", seconds["peer"] / seconds["ours"], bar, note)
     if vocab == 4096:
-        yield Figure("remat_speed_share", seconds["ours"] / seconds["remat"], ">= 0.75")
         flops = flops_per_token(complete(MODEL, vocab), LENGTH) * ROWS * LENGTH / seconds["ours"]
         ceiling = sorted(peaks)[len(peaks) // 2]
         note = f"{flops / 1e9:.0f} of {ceiling / 1e9:.0f} GFLOP/s"
         yield Figure("model_flops_share_of_ceiling", flops / ceiling, ">= 0.85", note)
 
 
-def _memory(name: str, vocab: int) -> float:
-    """Return the peak bytes of a process of its own that takes five steps, without the pages of mapped files.
+def _alone(name: str, vocab: int, runs: int = 3) -> tuple[float, float]:
+    """Return the median seconds a step and peak bytes of processes of its own.
 
-    How many pages of libtorch count as resident is the page cache's choice (81 or 144 MB for one and the same import,
-    by how the file came to the disk), and no contender's merit.
+    The bytes are without the pages of mapped files. How many pages of libtorch count as resident is the page cache's
+    choice (81 or 144 MB for one and the same import, by how the file came to the disk), and no contender's merit.
     """
     command = [sys.executable, "-m", "bench.step", name, str(vocab)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
-    return float(done.stdout.split()[-1])
+    seen: list[tuple[float, ...]] = []
+    for _ in range(runs if vocab < 10000 else 1):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+        seen.append(tuple(map(float, done.stdout.split())))
+    seconds, sizes = zip(*seen, strict=True)
+    return statistics.median(seconds), statistics.median(sizes)
 
 
 if __name__ == "__main__":
-    call = CONTENDERS[sys.argv[1]](int(sys.argv[2]))
-    for _ in range(5):
+    call, seconds = CONTENDERS[sys.argv[1]](int(sys.argv[2])), list[float]()
+    for _ in range(6):
+        start = time.perf_counter()
         call()
+        seconds.append(time.perf_counter() - start)
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    print(peak_memory(torch.device("cpu")) - int(status["RssFile"].split()[0]) * 1024)
+    print(statistics.median(seconds[1:]), peak_memory(torch.device("cpu")) - int(status["RssFile"].split()[0]) * 1024)

@@ -30,7 +30,6 @@ from ironfn.types import Batch, Params
 
 from .build import Job, build, to_device
 from .console import Console
-from .memory import keep_freed_pages
 from .report import draw
 from .rundir import RunDir
 from .signals import EXIT_STOPPED, stop_requested
@@ -43,7 +42,6 @@ def run(spec: RunSpec, *, override: bool = False, restart: bool = False) -> int:
     override: go on although the spec changed where a run may not. restart: begin anew where no checkpoint is whole.
     0 when the last step is done, 75 when a signal asked to stop and the state is saved.
     """
-    keep_freed_pages()
     if spec.train.threads is not None:
         torch.set_num_threads(spec.train.threads)
     place = RunDir.of(spec)
