@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from ironfn import tree
-from ironfn.optim.optimizer import Optimizer, branch, leaf
+from ironfn.optim.optimizer import Optimizer
 from ironfn.types import Params
 
 
@@ -37,8 +37,9 @@ def adamw(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_dec
 
     @torch.no_grad()
     def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
-        flat_p, flat_m, flat_v = (tree.flatten(branch(t)) for t in (params, state["m"], state["v"]))
-        count = leaf(state["count"])
+        moments = tree.branch(state, "m"), tree.branch(state, "v")
+        flat_p, flat_m, flat_v = (tree.flatten(t) for t in (params, *moments))
+        count = tree.leaf(state, "count")
         done = int(count)
         alike: dict[object, list[_Leaf]] = {}
         for path, g in tree.flatten(grads).items():

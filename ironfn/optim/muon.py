@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ironfn import tree
 from ironfn.optim.newton_schulz import orthogonalize
-from ironfn.optim.optimizer import Optimizer, branch
+from ironfn.optim.optimizer import Optimizer
 from ironfn.types import Params
 
 
@@ -67,7 +67,7 @@ def muon(
 
     @torch.no_grad()
     def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
-        flat_p, flat_m, flat_g = (tree.flatten(branch(t)) for t in (params, state["momentum"], grads))
+        flat_p, flat_m, flat_g = (tree.flatten(t) for t in (params, tree.branch(state, "momentum"), grads))
         for paths in _alike({path: flat_p[path] for path in flat_g}):
             ps, ms, gs = ([flat[path] for path in paths] for flat in (flat_p, flat_m, flat_g))
             directions: list[Tensor] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attrs import frozen
-from torch import Tensor
 
 from ironfn import tree
 from ironfn.types import Params
@@ -44,15 +43,3 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Optimizer:
         return optimizer.update(grads, state, params, lr * factor)
 
     return Optimizer(optimizer.init, update)
-
-
-def branch(node: Tensor | Params) -> Params:
-    """Take a node of a state for the tree that its optimizer put there."""
-    assert isinstance(node, dict)
-    return node
-
-
-def leaf(node: Tensor | Params) -> Tensor:
-    """Take a node of a state for the tensor that its optimizer put there."""
-    assert isinstance(node, Tensor)
-    return node
