@@ -20,9 +20,9 @@ from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import complete
 from ironfn.model.counting import flops_per_token
+from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.init import init
 from ironfn.model.tables import table
-from ironfn.model.transformer import DEFAULT, Forward
 from ironfn.optim.adamw import adamw
 from ironfn.report.meter import peak_memory
 from ironfn.report.mfu import measure_peak

@@ -15,9 +15,10 @@ from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout, by_mask, by_span, written_out
+from ironfn.model.forward import Forward, keep
 from ironfn.model.init import abstract, init
 from ironfn.model.tables import table
-from ironfn.model.transformer import Forward, hidden, keep
+from ironfn.model.transformer import hidden
 from ironfn.optim.optimizer import Optimizer
 from ironfn.optim.presets import make_optimizer
 from ironfn.optim.schedules import make_schedule

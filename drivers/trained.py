@@ -12,7 +12,7 @@ from ironfn import checkpoint, tree
 from ironfn.data.preparation import TOKENIZER
 from ironfn.data.tokenizer import load
 from ironfn.model.arch import Arch
-from ironfn.model.transformer import Forward
+from ironfn.model.forward import Forward
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import structure
 from ironfn.types import Params

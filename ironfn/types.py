@@ -26,6 +26,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 ``position``  int64 [rows, length], the place inside the document
 ``segment``   int64 [rows, length], the document's number inside its row, -1 on padding; absent: one document a row
 ``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)
+``experts``   int64 [rows, length, layers with experts, choices], absent: the router chooses; else it is told
 """
 
 
@@ -36,11 +37,13 @@ class LossSum:
     total: 0-d tensor with a graph, the weighted sum over this part of the batch.
     weight: 0-d tensor without one, the sum of the weights.
     metrics: 0-d tensors that are sums too; their mean is taken over the same weight.
+    counts: tensors of any shape that are sums too and stay sums, such as the tokens that each expert was given.
     """
 
     total: Tensor
     weight: Tensor
     metrics: dict[str, Tensor] = field(factory=dict)
+    counts: dict[str, Tensor] = field(factory=dict)
 
 
 Loss: TypeAlias = "Callable[[Params, Batch, Mesh], LossSum]"

@@ -15,7 +15,7 @@ from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch
 from ironfn.model.attention import by_mask, by_span, written_out
-from ironfn.model.transformer import Forward
+from ironfn.model.forward import Forward
 from ironfn.types import Batch, Params
 from property_tests.strategies import archs, batch_of, params_of
 

@@ -17,9 +17,9 @@ from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch
 from ironfn.model.attention import Dropout
+from ironfn.model.forward import Forward, keep
 from ironfn.model.init import init
 from ironfn.model.tables import table
-from ironfn.model.transformer import Forward, keep
 from ironfn.types import Batch, Params
 from property_tests.strategies import archs, batch_of, optimizer, optimizers, params_of
 

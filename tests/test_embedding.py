@@ -24,9 +24,9 @@ from ironfn.grad.value_and_grad import accumulate, value_and_grad
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.attention import Dropout
+from ironfn.model.forward import Forward
 from ironfn.model.init import init
 from ironfn.model.tables import table
-from ironfn.model.transformer import Forward
 from ironfn.optim.adamw import adamw
 from ironfn.optim.optimizer import Optimizer
 from ironfn.types import Batch, Loss, LossSum, Params

@@ -15,9 +15,9 @@ from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.attention import written_out
+from ironfn.model.forward import Forward
 from ironfn.model.init import init
 from ironfn.model.tables import table
-from ironfn.model.transformer import Forward
 from ironfn.types import Batch, LossSum, Params
 from tests.peers import make_arch
 

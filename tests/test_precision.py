@@ -20,9 +20,10 @@ from ironfn.mesh.axis import SINGLE
 from ironfn.model import fused
 from ironfn.model.arch import Arch
 from ironfn.model.attention import Dropout, by_mask
+from ironfn.model.forward import Forward
 from ironfn.model.init import init
 from ironfn.model.tables import table
-from ironfn.model.transformer import Forward, angles, hidden, logits
+from ironfn.model.transformer import angles, hidden, logits
 from ironfn.optim.adamw import adamw
 from ironfn.optim.combine import master_weights
 from ironfn.types import Batch, Params

@@ -12,7 +12,7 @@ from torch import Tensor
 from ironfn import tree
 from ironfn.algo.step import Metrics, NonFiniteError, State, Step, make_step, skip, stop
 from ironfn.grad.value_and_grad import accumulate, value_and_grad
-from ironfn.layout.table import Placement, shard, unshard
+from ironfn.layout.table import Placement, cut, shard, unshard
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
@@ -109,7 +109,7 @@ def test_one_clip_a_step_on_the_sum_of_the_micro_batches() -> None:
 
 def test_the_norm_of_split_leaves_is_that_of_the_whole() -> None:
     """Shares of norm 3 and 4 have the norm 5 on every rank; a leaf that every rank holds counts once."""
-    layout = (("w", Placement("tp", 0)), ("whole", Placement()))
+    layout = (("w", cut("tp", 0)), ("whole", Placement()))
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
         g = batch["grad"][0].chunk(mesh.tp.size)[mesh.tp.index]

@@ -11,7 +11,8 @@ from torch import Tensor
 from ironfn import rng
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch
-from ironfn.model.transformer import DEFAULT, Forward, head_weight, hidden
+from ironfn.model.forward import DEFAULT, Forward
+from ironfn.model.transformer import head_weight, hidden
 from ironfn.types import Params
 
 Choose = Callable[[Tensor, int], int]
@@ -68,7 +69,7 @@ def continuation(
     weight = head_weight(params, arch)
     for number in range(tokens):
         seen = torch.tensor([ids[-width:]], device=weight.device)
-        last = hidden(params, {"tokens": seen}, arch, SINGLE, how)[0, -1]
+        last = hidden(params, {"tokens": seen}, arch, SINGLE, how)[0][0, -1]
         logits = (last @ weight.to(last.dtype).t())[: arch.vocab].float()
         ids.append(choose(logits, number))
         yield ids[-1]

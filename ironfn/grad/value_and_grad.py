@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +11,16 @@ from ironfn import tree
 from ironfn.mesh.axis import Mesh
 from ironfn.types import Batch, Loss, LossSum, Params
 
-ValueAndGrad: TypeAlias = "Callable[[Params, Batch, Mesh], tuple[LossSum, Params]]"
-"""(params, batch, mesh) -> (loss without a graph, gradient of its total): sums over this rank's rows, not means."""
+
+class ValueAndGrad(Protocol):
+    """(params, batch, mesh, fixed) -> (loss without a graph, gradient of its total): sums over this rank's rows.
+
+    fixed: leaves that the loss sees in its tree beside the parameters, and that have no gradient.
+    """
+
+    def __call__(
+        self, params: Params, batch: Batch, mesh: Mesh, fixed: Params | None = None, /
+    ) -> tuple[LossSum, Params]: ...
 
 
 def value_and_grad(loss: Loss) -> ValueAndGrad:
@@ -23,23 +30,23 @@ def value_and_grad(loss: Loss) -> ValueAndGrad:
     `torch.func.grad` would keep the graph of the gradient, at twice the memory; this one frees it.
     """
 
-    def run(params: Params, batch: Batch, mesh: Mesh) -> tuple[LossSum, Params]:
+    def run(params: Params, batch: Batch, mesh: Mesh, fixed: Params | None = None) -> tuple[LossSum, Params]:
         flat = {path: leaf.detach().requires_grad_() for path, leaf in tree.flatten(params).items()}
         with torch.enable_grad():
-            out = loss(tree.unflatten(flat), batch, mesh)
+            whole = tree.unflatten(flat) if not fixed else tree.merge(tree.unflatten(flat), fixed)
+            out = loss(whole, batch, mesh)
             grads = torch.autograd.grad(out.total, list(flat.values()), materialize_grads=True)
-        metrics = {name: value.detach() for name, value in out.metrics.items()}
-        return LossSum(out.total.detach(), out.weight.detach(), metrics), tree.unflatten(
-            dict(zip(flat, grads, strict=True))
-        )
+        metrics, counts = ({name: x.detach() for name, x in sums.items()} for sums in (out.metrics, out.counts))
+        value = LossSum(out.total.detach(), out.weight.detach(), metrics, counts)
+        return value, tree.unflatten(dict(zip(flat, grads, strict=True)))
 
     return run
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    """Cut a batch into ``parts`` groups of rows. ValueError where there are fewer rows than parts."""
+    """Cut a batch into ``parts`` groups of rows. ValueError where there are fewer rows than parts, but for 1 part."""
     rows = len(batch["tokens"])
-    if not 0 < parts <= rows:
+    if not 0 < parts <= max(rows, 1):
         raise ValueError(f"{rows} rows cannot be cut into {parts} parts; choose 1 to {rows}")
     pieces = {name: value.tensor_split(parts) for name, value in batch.items()}
     return [{name: pieces[name][i] for name in batch} for i in range(parts)]
@@ -51,12 +58,12 @@ def accumulate(vg: ValueAndGrad, micro_batch: int) -> ValueAndGrad:
     Sums add up exactly as the whole would, whatever the number of rows or of targets in each part.
     """
 
-    def run(params: Params, batch: Batch, mesh: Mesh) -> tuple[LossSum, Params]:
-        first, *rest = split(batch, -(-len(batch["tokens"]) // micro_batch))
-        loss, grads = vg(params, first, mesh)
+    def run(params: Params, batch: Batch, mesh: Mesh, fixed: Params | None = None) -> tuple[LossSum, Params]:
+        first, *rest = split(batch, max(1, -(-len(batch["tokens"]) // micro_batch)))
+        loss, grads = vg(params, first, mesh, fixed)
         sums = tree.leaves(grads)
         for part in rest:
-            more, part_grads = vg(params, part, mesh)
+            more, part_grads = vg(params, part, mesh, fixed)
             torch._foreach_add_(sums, tree.leaves(part_grads))
             loss = _add(loss, more)
         return loss, grads
@@ -66,4 +73,5 @@ def accumulate(vg: ValueAndGrad, micro_batch: int) -> ValueAndGrad:
 
 def _add(a: LossSum, b: LossSum) -> LossSum:
     metrics: dict[str, Tensor] = {name: a.metrics[name] + b.metrics[name] for name in a.metrics}
-    return LossSum(a.total + b.total, a.weight + b.weight, metrics)
+    counts: dict[str, Tensor] = {name: a.counts[name] + b.counts[name] for name in a.counts}
+    return LossSum(a.total + b.total, a.weight + b.weight, metrics, counts)

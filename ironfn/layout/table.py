@@ -1,33 +1,45 @@
-"""Say where each leaf of a tree lives on a mesh, and cut, join and reduce trees by that."""
+"""Say where each leaf of a tree lives on a mesh, and cut and join trees by that."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from attrs import frozen
 from torch import Tensor
 
 from ironfn import tree
-from ironfn.mesh.axis import Mesh
+from ironfn.mesh.axis import Axis, Mesh
 from ironfn.types import Params
 
 
 @frozen
 class Placement:
-    """Cut a leaf along ``dim`` over the mesh axis ``axis``; without one the leaf is whole on every rank.
+    """Place one leaf. Without cuts and owner it is whole on every rank.
 
-    partial: the mesh axes whose ranks each see a part of the tokens that this leaf works on, besides dp.
+    cuts: (mesh axis, tensor dimension) in order: each cuts what the ones before left into equal shares.
+    owner: the rank of dp that alone holds the leaf; the other ranks' trees do not have it.
+    partial: the mesh axes whose ranks each see a part of the tokens that this leaf works on, besides dp and ep.
     """
 
-    axis: str | None = None
-    dim: int = 0
+    cuts: tuple[tuple[str, int], ...] = ()
+    owner: int | None = None
     partial: tuple[str, ...] = ()
+
+    def dim(self, axis: str) -> int | None:
+        """Return the dimension that this axis cuts, None where it cuts none."""
+        return dict(self.cuts).get(axis)
+
+
+def cut(axis: str, dim: int) -> Placement:
+    """Return the placement that one axis cuts along one dimension."""
+    return Placement(((axis, dim),))
 
 
 WHOLE = Placement()
-Table: TypeAlias = "tuple[tuple[str, Placement], ...]"
-"""Rows of (path regex, placement). The first that matches the whole path wins."""
+Table: TypeAlias = "tuple[tuple[str, Placement], ...] | Mapping[str, Placement]"
+"""Rows of (path regex, placement), of which the first that matches the whole path wins; or a placement by path."""
 
 WHOLE_TABLE: Table = ((".*", WHOLE),)
 """The layout of any tree on a mesh that splits rows only."""
@@ -35,69 +47,53 @@ WHOLE_TABLE: Table = ((".*", WHOLE),)
 
 def placement(table: Table, path: str) -> Placement:
     """Look a leaf up. ValueError where no row matches: a forgotten leaf must not become a replicated one."""
-    for pattern, place in table:
-        if re.fullmatch(pattern, path):
-            return place
+    if isinstance(table, Mapping):
+        if path in table:
+            return table[path]
+    else:
+        for pattern, place in table:
+            if re.fullmatch(pattern, path):
+                return place
     raise ValueError(f"no row of the layout table matches the leaf {path!r}; add one")
+
+
+def cuts_of(place: Placement, mesh: Mesh) -> list[tuple[Axis, int]]:
+    """Return the cuts that this mesh really makes: those along an axis of more than one rank."""
+    return [(mesh.axis(name), dim) for name, dim in place.cuts if mesh.axis(name).size > 1]
 
 
 def shard_leaf(leaf: Tensor, place: Placement, mesh: Mesh, path: str = "leaf") -> Tensor:
     """Return this rank's equal share of a leaf. ValueError where it does not divide."""
-    if place.axis is None or (axis := mesh.axis(place.axis)).size == 1:
-        return leaf
-    if leaf.shape[place.dim] % axis.size:
-        raise ValueError(
-            f"{path} has {leaf.shape[place.dim]} along dimension {place.dim}, which {axis.size} ranks of {axis.name} "
-            f"cannot share equally; choose another {axis.name} size (or pad_vocab_to for the vocabulary)"
-        )
-    return leaf.chunk(axis.size, place.dim)[axis.index].contiguous()
+    for axis, dim in cuts_of(place, mesh):
+        if leaf.shape[dim] % axis.size:
+            raise ValueError(
+                f"{path} has {leaf.shape[dim]} along dimension {dim}, which {axis.size} ranks of {axis.name} "
+                f"cannot share equally; choose another {axis.name} size (or pad_vocab_to for the vocabulary)"
+            )
+        leaf = leaf.chunk(axis.size, dim)[axis.index]
+    return leaf.contiguous()
+
+
+def unshard_leaf(leaf: Tensor, place: Placement, mesh: Mesh) -> Tensor:
+    """Return the whole leaf from every rank's share."""
+    for axis, dim in reversed(cuts_of(place, mesh)):
+        leaf = axis.backend.all_gather(leaf, dim)
+    return leaf
+
+
+def held(place: Placement, mesh: Mesh) -> bool:
+    """Tell whether this rank has any of the leaf."""
+    return place.owner is None or place.owner == mesh.dp.index or mesh.dp.size == 1
 
 
 def shard(params: Params, table: Table, mesh: Mesh) -> Params:
-    """Return this rank's part of a whole tree."""
-    return tree.map_path(lambda path, leaf: shard_leaf(leaf, placement(table, path), mesh, path), params)
+    """Return this rank's part of a whole tree: leaves that another rank owns are left out."""
+    flat = {path: (leaf, placement(table, path)) for path, leaf in tree.flatten(params).items()}
+    return tree.unflatten(
+        {path: shard_leaf(leaf, place, mesh, path) for path, (leaf, place) in flat.items() if held(place, mesh)}
+    )
 
 
 def unshard(params: Params, table: Table, mesh: Mesh) -> Params:
-    """Return the whole tree from every rank's part."""
-
-    def join(path: str, leaf: Tensor) -> Tensor:
-        place = placement(table, path)
-        return leaf if place.axis is None else mesh.axis(place.axis).backend.all_gather(leaf, place.dim)
-
-    return tree.map_path(join, params)
-
-
-def reduce_grads(grads: Params, table: Table, mesh: Mesh) -> Params:
-    """Sum each leaf's gradient over every axis that split the tokens it saw and did not split the leaf.
-
-    dp splits the tokens of every leaf. Under sequence parallelism tp does too, for the leaves that work between
-    the tensor-parallel regions: those are named by ``partial`` in their row of the table.
-    """
-
-    def total(path: str, grad: Tensor) -> Tensor:
-        place = placement(table, path)
-        for axis in (mesh.dp, mesh.tp, mesh.ep):
-            splits_tokens = axis.name == "dp" or axis.name in place.partial
-            if axis.size > 1 and splits_tokens and axis.name != place.axis:
-                grad = axis.backend.all_reduce(grad)
-        return grad
-
-    return tree.map_path(total, grads)
-
-
-def squared_norm(grads: Params, table: Table, mesh: Mesh) -> Tensor:
-    """Return the squared global norm: squares of split leaves are added over their axis, whole ones counted once."""
-    flat = tree.flatten(grads)
-    by_axis: dict[str | None, list[Tensor]] = {}
-    for path, grad in flat.items():
-        axis = placement(table, path).axis
-        by_axis.setdefault(None if axis is None or mesh.axis(axis).size == 1 else axis, []).append(grad)
-    total = None
-    for axis, part in sorted(by_axis.items(), key=lambda item: item[0] or ""):
-        square = tree.norm({str(i): leaf for i, leaf in enumerate(part)}).double().square()
-        if axis is not None:
-            square = mesh.axis(axis).backend.all_reduce(square)
-        total = square if total is None else total + square
-    assert total is not None, "a tree of gradients has leaves"
-    return total
+    """Return the whole tree from every rank's part. Owned leaves cannot be joined so: `zero1` sends them round."""
+    return tree.map_path(lambda path, leaf: unshard_leaf(leaf, placement(table, path), mesh), params)

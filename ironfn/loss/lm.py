@@ -10,12 +10,14 @@ from ironfn.loss.cross_entropy import cross_entropy
 from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
-from ironfn.model.transformer import DEFAULT, Forward, head_weight, hidden
+from ironfn.model.forward import DEFAULT, Forward
+from ironfn.model.moe import Seen
+from ironfn.model.transformer import head_weight, hidden
 from ironfn.types import Batch, Loss, LossSum, Params
 
 
 def lm_loss(
-    arch: Arch, how: Forward = DEFAULT, *, chunk: int | None = None, body: Callable[..., Tensor] = hidden
+    arch: Arch, how: Forward = DEFAULT, *, chunk: int | None = None, body: Callable[..., tuple[Tensor, Seen]] = hidden
 ) -> Loss:
     """Return the loss (params, batch, mesh) -> sum over the targets of -log p(target) * weight, in nats.
 
@@ -26,9 +28,9 @@ def lm_loss(
     """
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
-        x = enter(body(params, batch, arch, mesh, how), mesh)
-        w, weight = head_weight(params, arch), batch["weight"]
-        total = cross_entropy(x, w, batch["targets"], weight, mesh.tp, vocab=arch.vocab, chunk=chunk)
+        x, _ = body(params, batch, arch, mesh, how)
+        w, weight = head_weight(params, arch, how), batch["weight"]
+        total = cross_entropy(enter(x, mesh), w, batch["targets"], weight, mesh.tp, vocab=arch.vocab, chunk=chunk)
         return LossSum(total, weight.sum())
 
     return loss

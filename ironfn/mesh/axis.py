@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from attrs import field, frozen
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from torch import Tensor
 class Backend(Protocol):
     """Move tensors between the ranks of one axis. Every method is called by all ranks in the same order."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
+    def all_reduce(self, x: Tensor, *, donate: bool = False) -> Tensor:
+        """Return the sum over the ranks. donate: the result may be written into the buffer of ``x``."""
         ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -35,7 +36,7 @@ class Backend(Protocol):
 class Alone:
     """Be the back end of an axis of size 1: every collective is the identity."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, donate: bool = False) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -63,20 +64,47 @@ class Axis:
 
 @frozen
 class Mesh:
-    """The axes of a run. dp splits the rows, tp the heads and the vocabulary, ep the experts.
+    """The axes of a run. dp and ep split the rows, tp the heads and the vocabulary, ep the experts as well.
 
     sequence_parallel: between the tensor-parallel regions, split the positions over tp as well.
+    world: all the ranks in one axis, dp varying slowest and tp fastest: for what they have to agree on.
     """
 
     dp: Axis = field(factory=lambda: Axis("dp"))
     tp: Axis = field(factory=lambda: Axis("tp"))
     ep: Axis = field(factory=lambda: Axis("ep"))
     sequence_parallel: bool = False
+    world: Axis = field(factory=lambda: Axis("world"))
 
     def axis(self, name: str) -> Axis:
         """Return the axis of that name."""
         return {"dp": self.dp, "tp": self.tp, "ep": self.ep}[name]
 
+    @property
+    def shares(self) -> int:
+        """Into how many shares the rows of a batch are cut."""
+        return self.dp.size * self.ep.size
+
+    @property
+    def share(self) -> int:
+        """Which of the shares of the rows is this rank's."""
+        return self.dp.index * self.ep.size + self.ep.index
+
 
 SINGLE = Mesh()
 """The mesh of one process."""
+
+
+def sum_over_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the sum over the ranks that hold other rows."""
+    for axis in (mesh.dp, mesh.ep):
+        if axis.size > 1:
+            x = axis.backend.all_reduce(x)
+    return x
+
+
+def any_rank(mesh: Mesh, flag: bool, device: torch.device | str = "cpu") -> bool:
+    """Tell whether ``flag`` is set on any rank of the world: one decision, the same on all."""
+    if mesh.world.size == 1:
+        return flag
+    return bool(mesh.world.backend.all_reduce(torch.tensor([float(flag)], device=device)) > 0)

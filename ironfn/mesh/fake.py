@@ -70,7 +70,7 @@ class Fake:
     def _swap(self, call: str, x: Tensor) -> list[Tensor]:
         return self.group.swap(self.rank, f"{call} of {x.dtype} {list(x.shape)}", x)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, donate: bool = False) -> Tensor:
         return _sum(self._swap("all_reduce", x))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -121,7 +121,12 @@ def run(
         group = groups.setdefault((name, *others), Group(name, sizes[name], timeout))
         return Axis(name, sizes[name], place[name], Fake(group, place[name]))
 
-    meshes = [Mesh(axis("dp", at), axis("tp", at), axis("ep", at), sequence_parallel) for at in places]
+    everyone = groups.setdefault(("world",), Group("world", len(places), timeout))
+    worlds = [Axis("world", len(places), i, Fake(everyone, i)) for i in range(len(places))]
+    meshes = [
+        Mesh(axis("dp", at), axis("tp", at), axis("ep", at), sequence_parallel, world)
+        for at, world in zip(places, worlds, strict=True)
+    ]
 
     def rank(mesh: Mesh) -> T:
         try:
@@ -132,7 +137,7 @@ def run(
             raise
 
     if len(meshes) == 1:
-        return [function(meshes[0])]
+        return [function(Mesh(sequence_parallel=sequence_parallel))]
     with ThreadPoolExecutor(len(meshes)) as pool:
         futures = [pool.submit(rank, mesh) for mesh in meshes]
     errors = [e for f in futures if (e := f.exception()) is not None]

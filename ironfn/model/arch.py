@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from ironfn.spec.records import ModelSpec
+from ironfn.spec.records import ModelSpec, MoeSpec
 
 
 @frozen
@@ -15,6 +15,7 @@ class Arch:
     """Fix the shapes and the mathematics of a decoder.
 
     vocab: ids that exist. rows: rows of the embedding, a multiple chosen by the spec; logits past ``vocab`` are none.
+    moe: None for a dense model; its ffn is filled in.
     """
 
     vocab: int
@@ -37,11 +38,16 @@ class Arch:
     tied: bool
     dropout: float
     init_std: float
+    moe: MoeSpec | None = None
 
     @property
     def gated(self) -> bool:
         """Tell whether the feed-forward has a gate (Shazeer 2020, arXiv 2002.05202)."""
         return self.mlp in ("swiglu", "geglu")
+
+    def has_experts(self, layer: int) -> bool:
+        """Tell whether this block is a mixture of experts."""
+        return self.moe is not None and layer >= self.moe.dense_layers
 
 
 def complete(spec: ModelSpec, vocab_size: int) -> Arch:
@@ -62,6 +68,7 @@ def complete(spec: ModelSpec, vocab_size: int) -> Arch:
     head_dim = spec.head_dim or spec.width // spec.heads
     if spec.positions == "rotary" and head_dim % 2:
         raise ValueError(f"rotary positions turn pairs: head_dim {head_dim} is odd; choose an even model.head_dim")
+    ffn = spec.ffn or _usual_ffn(spec)
     return Arch(
         vocab=vocab,
         rows=math.ceil(vocab / spec.pad_vocab_to) * spec.pad_vocab_to,
@@ -70,7 +77,7 @@ def complete(spec: ModelSpec, vocab_size: int) -> Arch:
         heads=spec.heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=spec.ffn or _usual_ffn(spec),
+        ffn=ffn,
         context=spec.context,
         norm=spec.norm,
         norm_eps=spec.norm_eps,
@@ -83,7 +90,19 @@ def complete(spec: ModelSpec, vocab_size: int) -> Arch:
         tied=spec.tied,
         dropout=spec.dropout,
         init_std=spec.init_std,
+        moe=_experts(spec, ffn),
     )
+
+
+def _experts(spec: ModelSpec, ffn: int) -> MoeSpec | None:
+    moe = spec.moe
+    if moe.experts == 0:
+        return None
+    if moe.top_k > moe.experts:
+        raise ValueError(f"model.moe.top_k is {moe.top_k}, but there are {moe.experts} experts to choose from")
+    if spec.mlp_bias:
+        raise ValueError("experts have no biases: set model.mlp_bias to false, or model.moe.experts to 0")
+    return evolve(moe, ffn=moe.ffn or ffn)
 
 
 def _usual_ffn(spec: ModelSpec) -> int:

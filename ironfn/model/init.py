@@ -22,7 +22,9 @@ def shapes(arch: Arch) -> Shapes:
     if arch.positions == "learned":
         found["embed/positions"] = (arch.context, arch.width)
     for layer in range(arch.layers):
-        found |= {f"blocks/{layer}/{path}": shape for path, shape in _block(arch).items()}
+        mlp = _experts(arch) if arch.has_experts(layer) else _mlp(arch)
+        block = _norm(arch, "norm1") | _attention(arch) | _norm(arch, "norm2") | mlp
+        found |= {f"blocks/{layer}/{path}": shape for path, shape in block.items()}
     found |= _norm(arch, "norm")
     if not arch.tied:
         found["head/w"] = (arch.rows, arch.width)
@@ -33,24 +35,41 @@ def _norm(arch: Arch, name: str) -> Shapes:
     return {f"{name}/scale": (arch.width,)} | ({f"{name}/bias": (arch.width,)} if arch.norm_bias else {})
 
 
-def _block(arch: Arch) -> Shapes:
+def _attention(arch: Arch) -> Shapes:
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    attention: Shapes = {
+    found: Shapes = {
         "attn/wq": (arch.width, queries),
         "attn/wk": (arch.width, keys),
         "attn/wv": (arch.width, keys),
         "attn/wo": (queries, arch.width),
     }
     if arch.attention_bias:
-        attention |= {"attn/bq": (queries,), "attn/bk": (keys,), "attn/bv": (keys,), "attn/bo": (arch.width,)}
-    mlp: Shapes = {"mlp/w_gate": (arch.width, arch.ffn)} if arch.gated else {}
-    mlp |= {"mlp/w_up": (arch.width, arch.ffn), "mlp/w_down": (arch.ffn, arch.width)}
+        found |= {"attn/bq": (queries,), "attn/bk": (keys,), "attn/bv": (keys,), "attn/bo": (arch.width,)}
+    return found
+
+
+def _mlp(arch: Arch) -> Shapes:
+    found = _feed_forward(arch, "mlp", arch.ffn)
     if arch.mlp_bias:
-        mlp |= ({"mlp/b_gate": (arch.ffn,)} if arch.gated else {}) | {
+        found |= ({"mlp/b_gate": (arch.ffn,)} if arch.gated else {}) | {
             "mlp/b_up": (arch.ffn,),
             "mlp/b_down": (arch.width,),
         }
-    return _norm(arch, "norm1") | attention | _norm(arch, "norm2") | mlp
+    return found
+
+
+def _experts(arch: Arch) -> Shapes:
+    moe = arch.moe
+    assert moe is not None
+    ffn = moe.ffn or arch.ffn
+    found: Shapes = {"mlp/router/w": (arch.width, moe.experts)}
+    found |= {p: (moe.experts, *shape) for p, shape in _feed_forward(arch, "mlp/experts", ffn).items()}
+    return found | (_feed_forward(arch, "mlp/shared", ffn * moe.shared) if moe.shared else {})
+
+
+def _feed_forward(arch: Arch, name: str, ffn: int) -> Shapes:
+    gate: Shapes = {f"{name}/w_gate": (arch.width, ffn)} if arch.gated else {}
+    return gate | {f"{name}/w_up": (arch.width, ffn), f"{name}/w_down": (ffn, arch.width)}
 
 
 def first_value(path: str, shape: tuple[int, ...], arch: Arch, seed: int) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ironfn.layout.table import Placement, Table
+from ironfn.layout.table import WHOLE, Placement, Table, cut
 
-_ROWS = Placement("tp", 0)
-_COLUMNS = Placement("tp", 1)
+_ROWS = cut("tp", 0)
+_COLUMNS = cut("tp", 1)
 _BETWEEN = Placement(partial=("tp",))
 
 
@@ -13,16 +13,20 @@ def table(sequence_parallel: bool) -> Table:
     """Return the layout of every leaf that `init.shapes` names.
 
     Under sequence parallelism the leaves between the tensor-parallel regions see a share of the positions.
+    Experts are shared out over ep, and each of them over tp as a dense feed-forward is.
     """
-    between = _BETWEEN if sequence_parallel else Placement()
+    between = _BETWEEN if sequence_parallel else WHOLE
     return (
         (r"embed/tokens|head/w", _ROWS),
         (r"blocks/\d+/attn/(wq|wk|wv)", _COLUMNS),
         (r"blocks/\d+/attn/(bq|bk|bv)", _ROWS),
         (r"blocks/\d+/attn/wo", _ROWS),
-        (r"blocks/\d+/mlp/(w_gate|w_up)", _COLUMNS),
+        (r"blocks/\d+/mlp/(shared/)?(w_gate|w_up)", _COLUMNS),
         (r"blocks/\d+/mlp/(b_gate|b_up)", _ROWS),
-        (r"blocks/\d+/mlp/w_down", _ROWS),
+        (r"blocks/\d+/mlp/(shared/)?w_down", _ROWS),
+        (r"blocks/\d+/mlp/experts/(w_gate|w_up)", Placement((("ep", 0), ("tp", 2)))),
+        (r"blocks/\d+/mlp/experts/w_down", Placement((("ep", 0), ("tp", 1)))),
+        (r"blocks/\d+/mlp/router/(w|bias)", between),
         (r"embed/positions", between),
         (r"blocks/\d+/(attn/bo|mlp/b_down)", between),
         (r"(blocks/\d+/)?norm\d?/(scale|bias)", between),

@@ -6,60 +6,21 @@ Under a mesh, H, K, F and V are this rank's shares; under sequence parallelism T
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ironfn import tree
 from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import enter, leave
 from ironfn.model import fused
 from ironfn.model.arch import Arch
-from ironfn.model.attention import Attend, Attention, Dropout, by_span
+from ironfn.model.attention import Attend
+from ironfn.model.forward import DEFAULT, Forward, ready
+from ironfn.model.moe import Seen, joined, mixture
 from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
-
-Block = Callable[..., Tensor]
-
-
-def keep(block: Block, *arguments: Any) -> Tensor:
-    """Run a block and keep what its backward needs: the default. `ironfn.grad.remat.recompute` is the other choice."""
-    return block(*arguments)
-
-
-@frozen
-class Forward:
-    """Choose how to compute, not what: none of this changes the mathematics.
-
-    compute: dtype of the matrix products; None takes the parameters'. float32: leaves (path regex) kept in float32.
-    attention: how documents are kept apart. run: how a block is called. dropout: None when evaluating.
-    """
-
-    compute: torch.dtype | None = None
-    float32: tuple[str, ...] = ("norm",)
-    attention: Attention = by_span
-    run: Callable[..., Tensor] = keep
-    dropout: Dropout | None = None
-
-
-DEFAULT = Forward()
-
-
-def cast(params: Params, how: Forward) -> Params:
-    """Return the leaves in the dtypes that ``how`` asks for. Their gradients come back in their own."""
-    if how.compute is None:
-        return params
-
-    def to(path: str, x: Tensor) -> Tensor:
-        high = any(re.search(pattern, path) for pattern in how.float32)
-        return x.to(torch.float32 if high and how.compute != torch.float64 else how.compute)
-
-    return tree.map_path(to, params)
 
 
 def _norm(x: Tensor, p: Params, arch: Arch) -> Tensor:
@@ -144,26 +105,37 @@ def _share(x_BT: Tensor, mesh: Mesh) -> Tensor:
 def _block(
     x: Tensor,
     p: Params,
+    layer: int,
     arch: Arch,
     mesh: Mesh,
     how: Forward,
     attend: Attend,
     angle: tuple[Tensor, Tensor] | None,
+    batch: Batch,
     drop: Callable[[Tensor, str], Tensor],
-) -> Tensor:
-    p = cast(p, how)
-    attn, mlp = branch(p, "attn"), branch(p, "mlp")
+) -> tuple[Tensor, Seen]:
+    p = ready(p, how, f"blocks/{layer}/")
+    attn, mlp, seen = branch(p, "attn"), branch(p, "mlp"), Seen()
     mixed = leave(_attention(enter(_norm(x, branch(p, "norm1"), arch), mesh), attn, arch, attend, angle), mesh)
     x = x + drop(_plus(mixed, _maybe(attn, "bo")), "attn")
-    mixed = leave(_mlp(enter(_norm(x, branch(p, "norm2"), arch), mesh), mlp, arch), mesh)
-    return x + drop(_plus(mixed, _maybe(mlp, "b_down")), "mlp")
+    normed = _norm(x, branch(p, "norm2"), arch)
+    if arch.has_experts(layer):
+        mixed, seen = mixture(normed, mlp, layer, arch, mesh, how, batch)
+    else:
+        mixed = leave(_mlp(enter(normed, mesh), mlp, arch), mesh)
+    return x + drop(_plus(mixed, _maybe(mlp, "b_down")), "mlp"), seen
 
 
-def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
-    """Return the last hidden states [B, T, D] (T a share under sequence parallelism), ready for the head.
+def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> tuple[Tensor, Seen]:
+    """Return the last hidden states [B, T, D] (T a share under sequence parallelism), and what the experts tell.
 
-    batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment`` and ``row`` (with dropout) as in `types.Batch`.
-    ValueError where the text is longer than the model's context with learned positions.
+    batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``row`` (with dropout or jitter) and ``experts``
+    as in `types.Batch`. ValueError where the text is longer than the model's context with learned positions.
+
+    With L blocks of E experts and k choices a token, on every rank of tp the same: ``experts`` int64 [B, T, L, k], the
+    choices (-1 on padding), which may be given back in the batch; ``balance`` and ``z`` [B], the load-balancing and
+    z-losses of each row, summed over the blocks; ``load`` [L, E], the tokens that chose each expert, and ``dropped``
+    [L], the choices that found it full: both of this rank's rows.
     """
     tokens = batch["tokens"]
     if arch.positions == "learned" and tokens.shape[1] > arch.context:
@@ -172,7 +144,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     segment, dropout = batch.get("segment"), how.dropout
     attend = how.attention(segment)
     angle = angles(position, arch)
-    head = cast({"embed": params["embed"], "norm": params["norm"]}, how)
+    head = ready({"embed": params["embed"], "norm": params["norm"]}, how)
     x = _embed(head, tokens, position.expand_as(tokens), arch, mesh)
     first = mesh.tp.index * x.shape[1] if mesh.sequence_parallel else 0
 
@@ -180,21 +152,30 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         return x if dropout is None else dropout.hidden(x, place, batch["row"], first)
 
     x = drop(x, "embed")
+    told: list[Seen] = []
     for layer, block in enumerate(branch(params, "blocks").values()):
         if dropout is not None:
             first_head = mesh.tp.index * (arch.heads // mesh.tp.size)
             attend = dropout.attention(segment, f"{layer}/probabilities", batch["row"], first_head)
-        x = how.run(_block, x, block, arch, mesh, how, attend, angle, lambda x, p, at=layer: drop(x, f"{at}/{p}"))
-    return _norm(x, branch(head, "norm"), arch)
+        x, seen = how.run(
+            _block, x, block, layer, arch, mesh, how, attend, angle, batch, lambda x, p, at=layer: drop(x, f"{at}/{p}")
+        )
+        told.append(seen)
+    return _norm(x, branch(head, "norm"), arch), joined([seen for seen in told if seen])
 
 
-def head_weight(params: Params, arch: Arch) -> Tensor:
-    """Return the matrix [V, D] that turns hidden states into logits: the embedding itself where it is tied."""
-    return leaf(branch(params, "embed"), "tokens") if arch.tied else leaf(branch(params, "head"), "w")
+def head_weight(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor:
+    """Return the matrix [V, D] that turns hidden states into logits: the embedding itself where it is tied.
+
+    It is in the parameters' dtype: the head's float32 accumulation is its caller's choice.
+    """
+    path = "embed/tokens" if arch.tied else "head/w"
+    table = leaf(branch(params, path.split("/")[0]), path.split("/")[1])
+    return how.fetch(path, table, table.dtype)
 
 
 def logits(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
     """Return the logits [B, T, vocab] of every position, whole on every rank: to look at, not to train with."""
-    x = enter(hidden(params, batch, arch, mesh, how), mesh)
-    weight = head_weight(params, arch).to(x.dtype)
+    x = enter(hidden(params, batch, arch, mesh, how)[0], mesh)
+    weight = head_weight(params, arch, how).to(x.dtype)
     return mesh.tp.backend.all_gather(x @ weight.t(), 2)[..., : arch.vocab]

@@ -8,6 +8,36 @@ from attrs import field, frozen
 
 
 @frozen
+class MoeSpec:
+    """Replace the feed-forward of a block by a mixture of experts. ``experts`` 0 means dense.
+
+    top_k: experts a token. ffn: width of one expert; None takes model.ffn. shared: experts that every token goes
+    through as well. dense_layers: this many first blocks stay dense.
+    score: ``softmax`` over all experts, ``softmax_chosen`` over the chosen ones alone, or ``sigmoid``.
+    renormalize: the chosen weights sum to 1. scale: what they are multiplied by at the end.
+    balance: the load-balancing loss: of each ``sequence``, of the whole ``batch``, or ``none``.
+    bias_rate: above 0, a bias on the choice alone is moved by this much a step towards equal loads (DeepSeek-V3).
+    z_weight: of the router z-loss. jitter: the router's input is multiplied by 1 ± this at random.
+    capacity: an expert takes at most this multiple of its fair share of a sequence; None drops nothing.
+    """
+
+    experts: int = 0
+    top_k: int = 2
+    ffn: int | None = None
+    shared: int = 0
+    dense_layers: int = 0
+    score: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    balance: Literal["sequence", "batch", "none"] = "sequence"
+    balance_weight: float = 0.01
+    bias_rate: float = 0.0
+    z_weight: float = 0.0
+    jitter: float = 0.0
+    capacity: float | None = None
+
+
+@frozen
 class ModelSpec:
     """Describe a decoder. ``preset`` names the family whose values fill what the file leaves out.
 
@@ -36,6 +66,7 @@ class ModelSpec:
     tied: bool = True
     dropout: float = 0.0
     init_std: float = 0.02
+    moe: MoeSpec = field(factory=MoeSpec)
 
 
 @frozen
@@ -169,12 +200,22 @@ class OptimSpec:
 
 @frozen
 class MeshSpec:
-    """Give the number of ranks along each axis."""
+    """Give the number of ranks along each axis: dp and ep split the rows, tp each layer, ep the experts as well.
+
+    sequence_parallel: between the layers' halves, split the positions over tp. zero1: share the optimizer's state out
+    over dp. fsdp: share the parameters and all that goes with them out over dp; a block is gathered when it runs.
+    bucket_mb: gradients are reduced together, this many megabytes at a time. timeout: seconds that a rank waits for the
+    others before it gives the run up.
+    """
 
     dp: int = 1
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    zero1: bool = False
+    fsdp: bool = False
+    bucket_mb: int = 25
+    timeout: float = 300.0
 
 
 @frozen
