@@ -115,7 +115,8 @@ def _block(
     drop: Callable[[Tensor, str], Tensor],
 ) -> tuple[Tensor, Seen]:
     p = ready(p, how, f"blocks/{layer}/")
-    attn, mlp, seen = branch(p, "attn"), branch(p, "mlp"), Seen()
+    attn, mlp = branch(p, "attn"), branch(p, "mlp")
+    seen: Seen = {}
     mixed = leave(_attention(enter(_norm(x, branch(p, "norm1"), arch), mesh), attn, arch, attend, angle), mesh)
     x = x + drop(_plus(mixed, _maybe(attn, "bo")), "attn")
     normed = _norm(x, branch(p, "norm2"), arch)
