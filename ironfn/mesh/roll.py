@@ -1,0 +1,91 @@
+"""Let every process tell, through the store that joins them, what it does; and find out who is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import Any
+
+from torch.distributed import Store
+
+from ironfn.mesh.grid import Grid
+
+PERIOD = 0.25  # seconds between two signs of life
+
+
+class Roll:
+    """Publish a sign of life of this rank every quarter of a second: a number that grows, and what the rank does.
+
+    ``doing`` may be set to anything that has a text; it is read by the next sign of life.
+    """
+
+    def __init__(self, store: Store, grid: Grid, rank: int) -> None:
+        self.doing: object = "connects"
+        # A connection of its own, that no other thread blocks. torch's stubs do not know the method.
+        self._store: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._grid, self._rank = grid, rank
+        self._signs, self._gone = 0, False
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self.sign()
+        self._thread = threading.Thread(target=self._beat, name="ironfn-roll", daemon=True)
+        self._thread.start()
+
+    def sign(self) -> None:
+        """Publish what this rank does now. Without effect where the store is gone."""
+        with self._lock, contextlib.suppress(RuntimeError):
+            self._signs += 1
+            sign = {"signs": self._signs, "gone": self._gone, "doing": str(self.doing)}
+            self._store.set(f"roll/{self._rank}", json.dumps(sign))
+
+    def leave(self, how: str) -> None:
+        """Publish that this rank is gone, and how; nothing comes after it."""
+        self.doing, self._gone = how, True
+        self._stop.set()
+        last = threading.Thread(target=self.sign, daemon=True)  # a store that is stopped would hold us for ever
+        last.start()
+        last.join(1.0)
+        self._thread.join(1.0)
+
+    def call(self, window: float) -> str:
+        """Return what every rank does, in one line. Waits up to ``window`` seconds for a sign of life of each."""
+        self.sign()
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self._listen(window)), daemon=True)
+        thread.start()
+        thread.join(window + 1.0)
+        return found[0] if found else "the store does not answer: the process that holds it is gone or stopped"
+
+    def _beat(self) -> None:
+        while not self._stop.wait(PERIOD):
+            self.sign()
+
+    def _listen(self, window: float) -> str:
+        end = time.monotonic() + window
+        try:
+            first = last = self._read()
+            while time.monotonic() < end and not all(self._alive(r, first, last) for r in range(self._grid.world)):
+                time.sleep(PERIOD / 5)
+                last = self._read()
+        except RuntimeError:
+            return "the store is gone, and the process that held it with it"
+        return "; ".join(self._told(r, self._alive(r, first, last), last, window) for r in range(self._grid.world))
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        keys = {rank: f"roll/{rank}" for rank in range(self._grid.world)}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+    def _alive(self, rank: int, first: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]]) -> bool:
+        if rank == self._rank:
+            return True
+        return rank in last and (last[rank]["gone"] or rank not in first or last[rank]["signs"] > first[rank]["signs"])
+
+    def _told(self, rank: int, alive: bool, last: dict[int, dict[str, Any]], window: float) -> str:
+        name = self._grid.name(rank)
+        if rank not in last:
+            return f"{name} never came"
+        doing = last[rank]["doing"]
+        return (
+            f"{name} {doing}" if alive else f"{name} gave no sign of life for {window:.1f} s, dead or stopped: {doing}"
+        )
