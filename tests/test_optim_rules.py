@@ -215,12 +215,30 @@ def test_the_default_groups() -> None:
         ("lm_head.weight", (50, 8)),
         ("model.embed_tokens.weight", (50, 8)),
         ("blocks/0/attn/wq/lora_a", (8, 2)),
-        ("blocks/0/experts/w_up", (4, 8, 12)),
+        ("blocks/0/mlp/w_up", (4, 8, 12)),
         ("conv.weight", (8, 1, 3)),
     ],
 )
 def test_muon_is_never_given_tables_heads_low_rank_factors_or_stacks(path: str, shape: tuple[int, ...]) -> None:
     assert labels_of(MUON_SPEC, {path: shape}) == {path: "adamw"}
+
+
+def test_muon_takes_stacks_of_experts_and_no_other_leaf_of_three_dimensions() -> None:
+    stack = {"blocks/0/mlp/experts/w_up": (4, 8, 12)}
+    assert set(labels_of(MUON_SPEC, stack).values()) == {"muon"}
+    (row,) = groups_table(MUON_SPEC, stack)
+    assert (row.label, row.numbers, row.state_bytes) == ("muon", 384, 4 * 384)
+    with pytest.raises(ValueError, match=r"gives 'conv' of shape \(4, 8, 12\) to muon"):
+        labels_of(OptimSpec(groups={"conv": "muon"}), {"conv": (4, 8, 12)})
+
+
+def test_a_stack_moves_as_its_matrices_do() -> None:
+    stack, grads = (torch.randn(3, 6, 9, generator=torch.Generator().manual_seed(s)).double() for s in (0, 1))
+    one, two = muon(), muon()
+    moved, _ = one.update({"x": grads.clone()}, one.init({"x": stack}), {"x": stack.clone()}, 0.1)
+    apart = {str(i): stack[i].clone() for i in range(3)}
+    expected, _ = two.update({str(i): grads[i].clone() for i in range(3)}, two.init(apart), apart, 0.1)
+    torch.testing.assert_close(moved["x"], torch.stack([expected[str(i)] for i in range(3)]), rtol=1e-12, atol=1e-12)
 
 
 def test_muon_takes_the_hidden_matrices_of_a_foreign_model() -> None:
@@ -291,7 +309,7 @@ def test_partition_names_the_leaves_whose_label_nobody_has() -> None:
         optimizer.init({"norm": {"scale": torch.ones(2)}, "w": torch.ones(2)})
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 3)])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2, 3, 3)])
 def test_muon_refuses_what_is_no_matrix_and_names_it(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"'blocks/0/x'.*adamw"):
         muon().init({"blocks": {"0": {"x": torch.ones(shape)}}})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ironfn import tree
 from ironfn.grad.value_and_grad import ValueAndGrad
+from ironfn.layout.buckets import BUCKET_BYTES
 from ironfn.layout.reduce import reduce_grads, squared_norm
 from ironfn.layout.table import WHOLE_TABLE, Table
 from ironfn.mesh.axis import SINGLE, Mesh, any_rank, sum_over_rows
@@ -74,6 +75,7 @@ def make_step(
     clip: float | None = None,
     on_nonfinite: Callable[[Metrics], None] = stop,
     donate: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """Return the function that takes one step of training.
 
@@ -84,6 +86,7 @@ def make_step(
     on_nonfinite: called, on every rank alike, with the metrics of a step whose loss or gradient is not finite on any
     rank; the update is left out if it returns.
     donate: the step may reuse the buffers of the state that it is given.
+    bucket_bytes: gradients are reduced together, about this many bytes at a time.
 
     The metrics are ``step``, ``loss`` (mean over the global weight), ``grad_norm`` (before clipping), ``lr``,
     ``tokens`` (the global weight), ``skipped``, and the means of the loss's own metrics.
@@ -94,9 +97,9 @@ def make_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         fixed = tree.branch(state.extra, "fixed") if "fixed" in state.extra else None
         loss, grads = vg(state.params, batch, mesh, fixed)
-        loss, grads = _sum_over_rows(loss, mesh), reduce_grads(grads, table, mesh, updates)
+        loss, grads = _sum_over_rows(loss, mesh), reduce_grads(grads, table, mesh, updates, bucket_bytes)
         weight = max(float(loss.weight), 1e-30)
-        norm = math.sqrt(float(squared_norm(grads, place, mesh))) / weight
+        norm = math.sqrt(float(squared_norm(grads, place, mesh, loss.total.device))) / weight
         lr = schedule(state.step)
         metrics = {"step": state.step, "loss": float(loss.total) / weight, "grad_norm": norm, "lr": lr}
         metrics |= {"tokens": float(loss.weight), "skipped": state.skipped}
@@ -106,7 +109,8 @@ def make_step(
             metrics["skipped"] += 1
             return evolve(state, step=state.step + 1, skipped=state.skipped + 1), metrics
         factor = 1.0 if clip is None else clip_factor(norm, clip)
-        torch._foreach_mul_(tree.leaves(grads), factor / weight)
+        if leaves := tree.leaves(grads):  # a rank may have no share of the updates
+            torch._foreach_mul_(leaves, factor / weight)
         params, opt = (state.params, state.opt) if donate else (tree.clone(state.params), tree.clone(state.opt))
         params, opt = optimizer.update(grads, opt, params, lr)
         extra, seen = carry(state.extra, loss.counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from attrs import frozen
@@ -55,6 +55,17 @@ def placement(table: Table, path: str) -> Placement:
             if re.fullmatch(pattern, path):
                 return place
     raise ValueError(f"no row of the layout table matches the leaf {path!r}; add one")
+
+
+def by_path(table: Table, paths: Iterable[str]) -> dict[str, Placement]:
+    """Return the placement of every one of these leaves."""
+    return {path: placement(table, path) for path in paths}
+
+
+def splits(table: Table, axis: str) -> bool:
+    """Tell whether any row of the table shares leaves out over this axis, by a cut or by owners."""
+    places = table.values() if isinstance(table, Mapping) else [place for _, place in table]
+    return any(place.dim(axis) is not None or (axis == "dp" and place.owner is not None) for place in places)
 
 
 def cuts_of(place: Placement, mesh: Mesh) -> list[tuple[Axis, int]]:

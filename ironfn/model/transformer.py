@@ -145,8 +145,8 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     segment, dropout = batch.get("segment"), how.dropout
     attend = how.attention(segment)
     angle = angles(position, arch)
-    head = ready({"embed": params["embed"], "norm": params["norm"]}, how)
-    x = _embed(head, tokens, position.expand_as(tokens), arch, mesh)
+    # Under FSDP the whole table must not outlive its use.
+    x = _embed(ready({"embed": params["embed"]}, how), tokens, position.expand_as(tokens), arch, mesh)
     first = mesh.tp.index * x.shape[1] if mesh.sequence_parallel else 0
 
     def drop(x: Tensor, place: str) -> Tensor:
@@ -162,7 +162,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
             _block, x, block, layer, arch, mesh, how, attend, angle, batch, lambda x, p, at=layer: drop(x, f"{at}/{p}")
         )
         told.append(seen)
-    return _norm(x, branch(head, "norm"), arch), joined([seen for seen in told if seen])
+    return _norm(x, branch(ready({"norm": params["norm"]}, how), "norm"), arch), joined([seen for seen in told if seen])
 
 
 def head_weight(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor:

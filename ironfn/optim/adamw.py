@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from ironfn import tree
-from ironfn.optim.optimizer import Optimizer
+from ironfn.optim.optimizer import Optimizer, part
 from ironfn.types import Params
 
 
@@ -37,7 +37,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_dec
 
     @torch.no_grad()
     def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
-        moments = tree.branch(state, "m"), tree.branch(state, "v")
+        moments = part(state, "m"), part(state, "v")
         flat_p, flat_m, flat_v = (tree.flatten(t) for t in (params, *moments))
         count = tree.leaf(state, "count")
         done = int(count)

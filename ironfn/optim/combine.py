@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ironfn import tree
-from ironfn.optim.optimizer import Optimizer
+from ironfn.optim.optimizer import Optimizer, part
 from ironfn.types import Flat, Params
 
 
@@ -31,10 +31,11 @@ def partition(optimizers: Mapping[str, Optimizer], label_of: Callable[[str], str
         return {label: optimizers[label].init(group) for label, group in split(params).items()}
 
     def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
-        groups, new_state, new_params = split(params), dict(state), tree.flatten(params)
-        for label, group_grads in split(grads).items():
-            old = tree.branch(state, label)
-            moved, new_state[label] = optimizers[label].update(group_grads, old, groups[label], lr)
+        groups, group_grads, new_state, new_params = split(params), split(grads), dict(state), tree.flatten(params)
+        # A group without gradients here may have some on another rank, and their counts go on together.
+        for label in [label for label in optimizers if label in groups or label in state]:
+            some, old = group_grads.get(label, {}), part(state, label)
+            moved, new_state[label] = optimizers[label].update(some, old, groups.get(label, {}), lr)
             new_params |= tree.flatten(moved)
         return tree.unflatten(new_params), new_state
 
@@ -59,8 +60,8 @@ def master_weights(inner: Optimizer) -> Optimizer:
 
     @torch.no_grad()
     def update(grads: Params, state: Params, params: Params, lr: float) -> tuple[Params, Params]:
-        rounded, copies = tree.flatten(params), tree.flatten(tree.branch(state, "master") if "master" in state else {})
-        moved, inner_state = inner.update(grads, tree.branch(state, "inner"), tree.unflatten(rounded | copies), lr)
+        rounded, copies = tree.flatten(params), tree.flatten(part(state, "master"))
+        moved, inner_state = inner.update(grads, part(state, "inner"), tree.unflatten(rounded | copies), lr)
         exact = tree.flatten(moved)
         new_params = {path: p.copy_(exact[path]) if path in copies else exact[path] for path, p in rounded.items()}
         return tree.unflatten(new_params), with_copies(inner_state, {path: exact[path] for path in copies})

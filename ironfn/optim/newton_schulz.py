@@ -31,6 +31,16 @@ def orthogonalize(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     return (x.mT if tall else x).reshape(shape)
 
 
+def operations(rows: int, columns: int, steps: int = 5) -> int:
+    """Return about how many operations it takes to orthogonalise one matrix: what to balance ranks by.
+
+    >>> operations(100, 100, 1)
+    6000000
+    """
+    small, large = sorted((rows, columns))
+    return steps * (4 * small * small * large + 2 * small**3)
+
+
 def _step(x: Tensor) -> Tensor:
     return torch.baddbmm(x, _polynomial(_symmetric(x, x.mT)), x, beta=COEFFICIENTS[0])
 

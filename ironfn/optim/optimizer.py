@@ -43,3 +43,12 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Optimizer:
         return optimizer.update(grads, state, params, lr * factor)
 
     return Optimizer(optimizer.init, update)
+
+
+def part(state: Params, name: str) -> Params:
+    """Return a branch of an optimizer's state, empty where it is not there.
+
+    A rank without a share of a group's leaves has none, and a branch without leaves is lost where a tree is written by
+    its paths.
+    """
+    return tree.branch(state, name) if name in state else {}
