@@ -1,4 +1,4 @@
-"""The fake mesh moves what torch's own operations move; every differentiable pair is its partner's transpose."""
+"""The fake mesh moves what torch's own operations move, and tells at once where its ranks part ways."""
 
 from __future__ import annotations
 
@@ -94,51 +94,6 @@ def test_one_rank_is_the_identity() -> None:
         *fake.run(lambda mesh: pairs.leave(pairs.enter(x, mesh), mesh)),
     ):
         assert same is x
-
-
-# Adjointness. A function on a mesh maps the tuple of every rank's x to the tuple of every rank's y; its backward maps
-# a tuple of cotangents back. They belong together when <f(x), y> = <x, fᵀ(y)>, the sums taken over all ranks.
-
-# A pair, the cut of its input and the cut of its output that make both sides whole vectors of one space. `copy` and
-# the output of `reduce` and of `gather` are replicated: a replicated value is one vector, so it is counted once.
-PAIRS: tuple[tuple[str, Callable[[Tensor, Axis], Tensor], bool, bool], ...] = (
-    ("copy", pairs.copy, True, False),
-    ("reduce", pairs.reduce, False, True),
-    ("gather", lambda x, axis: pairs.gather(x, axis, 1), False, False),
-    ("scatter", lambda x, axis: pairs.scatter(x, axis, 1), False, False),
-)
-
-
-@pytest.mark.parametrize(("name", "pair", "one_input", "one_output"), PAIRS, ids=lambda value: str(value))
-@settings(max_examples=25)
-@given(ranks=RANKS, rows=st.integers(1, 3), seed=st.integers(0, 99))
-def test_the_backward_of_every_pair_is_its_transpose(
-    name: str,
-    pair: Callable[[Tensor, Axis], Tensor],
-    one_input: bool,
-    one_output: bool,
-    ranks: int,
-    rows: int,
-    seed: int,
-) -> None:
-    shape = [rows, 2 * ranks, 3]
-    xs = values(1 if one_input else ranks, shape, seed) * (ranks if one_input else 1)
-
-    def forward_and_back(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
-        x = xs[mesh.tp.index].clone().requires_grad_()
-        out = pair(x, mesh.tp)
-        y = values(1 if one_output else ranks, list(out.shape), seed + 1000)[0 if one_output else mesh.tp.index]
-        (back,) = torch.autograd.grad(out, x, y)
-        return out.detach(), y, back
-
-    ranks_of = fake.run(forward_and_back, tp=ranks)
-    forward = [float((out * y).sum()) for out, y, _ in ranks_of]
-    backward = [float((x * back).sum()) for x, (_, _, back) in zip(xs, ranks_of, strict=True)]
-    left = forward[0] if one_output else sum(forward)
-    right = backward[0] if one_input else sum(backward)
-    assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
-    if one_input:
-        assert all(torch.equal(back, ranks_of[0][2]) for _, _, back in ranks_of), "a whole leaf gets one gradient"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

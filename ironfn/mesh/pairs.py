@@ -80,6 +80,22 @@ class _Scatter(torch.autograd.Function):
         return ctx.axis.backend.all_gather(grad, ctx.dim), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    """Send slices to every rank forward, send what came back backward."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+        return axis.backend.all_to_all(x, send, receive)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis, ctx.send, ctx.receive = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.axis.backend.all_to_all(grad, ctx.receive, ctx.send), None, None, None
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """Hand a replicated value to every rank; the gradient is summed over the axis."""
     return x if axis.size == 1 else _Copy.apply(x, axis)  # pyright: ignore[reportReturnType]
@@ -98,6 +114,14 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the axis and keep this rank's share along ``dim``; the gradient is joined."""
     return x if axis.size == 1 else _Scatter.apply(x, axis, dim)  # pyright: ignore[reportReturnType]
+
+
+def exchange(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+    """Send ``send[r]`` leading slices to rank r, return the ``receive[r]`` that each rank r sent, in rank order.
+
+    Its transpose is the exchange with send and receive swapped, by which the gradients go back where x came from.
+    """
+    return x if axis.size == 1 else _Exchange.apply(x, axis, send, receive)  # pyright: ignore[reportReturnType]
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
