@@ -26,7 +26,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 ``position``  int64 [rows, length], the place inside the document
 ``segment``   int64 [rows, length], the document's number inside its row, -1 on padding; absent: one document a row
 ``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)
-``experts``   int64 [rows, length, layers with experts, choices], absent: the router chooses; else it is told
+``experts``   int64 [rows, length, layers with experts, choices], absent: the router chooses; any on padding
 """
 
 

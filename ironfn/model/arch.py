@@ -100,6 +100,8 @@ def _experts(spec: ModelSpec, ffn: int) -> MoeSpec | None:
         return None
     if moe.top_k > moe.experts:
         raise ValueError(f"model.moe.top_k is {moe.top_k}, but there are {moe.experts} experts to choose from")
+    if moe.dense_layers >= spec.layers:
+        raise ValueError(f"model.moe.dense_layers {moe.dense_layers} leaves none of {spec.layers} layers with experts")
     if spec.mlp_bias:
         raise ValueError("experts have no biases: set model.mlp_bias to false, or model.moe.experts to 0")
     return evolve(moe, ffn=moe.ffn or ffn)

@@ -16,10 +16,17 @@ def parameters(arch: Arch) -> int:
 def matmul_parameters(arch: Arch) -> int:
     """Count the numbers that every token is multiplied by: the matrices of the blocks and the head.
 
-    The input embedding is looked up, not multiplied; norms and biases are no matrices.
+    Of a mixture's experts only as many count as a token chooses. The input embedding is looked up, not multiplied;
+    norms and biases are no matrices.
     """
-    blocks = sum(math.prod(s) for path, s in shapes(arch).items() if path.startswith("blocks/") and len(s) == 2)
-    return blocks + arch.rows * arch.width
+    active = arch.rows * arch.width
+    for path, shape in shapes(arch).items():
+        if "/experts/" in path:
+            assert arch.moe is not None
+            active += arch.moe.top_k * math.prod(shape[1:])
+        elif path.startswith("blocks/") and len(shape) == 2:
+            active += math.prod(shape)
+    return active
 
 
 def flops_per_token(arch: Arch, length: int) -> float:

@@ -11,7 +11,11 @@ from attrs import frozen
 from torch import Tensor
 
 from ironfn import tree
+from ironfn.mesh.axis import Axis, Mesh
+from ironfn.mesh.pairs import LENGTH
 from ironfn.model.attention import Attention, Dropout, by_span
+from ironfn.model.experts import Choice, grouped
+from ironfn.model.fused import Activation
 from ironfn.types import Params
 
 
@@ -33,6 +37,7 @@ class Forward:
     attention: how documents are kept apart. run: how a block is called. dropout: None when evaluating.
     fetch: (path, leaf, dtype) -> the leaf as the products want it; `layout.fsdp.fetch` gathers its shares here.
     jitter: the seed of the router's noise; None, as when evaluating, adds none.
+    experts: how tokens go through their experts; `experts.written_out` is the form for `torch.func`.
     """
 
     compute: torch.dtype | None = None
@@ -42,6 +47,7 @@ class Forward:
     dropout: Dropout | None = None
     fetch: Callable[[str, Tensor, torch.dtype], Tensor] = here
     jitter: int | None = None
+    experts: Callable[[Tensor, Choice, Params, Activation, Axis], Tensor] = grouped
 
 
 DEFAULT = Forward()
@@ -50,13 +56,19 @@ DEFAULT = Forward()
 def ready(params: Params, how: Forward, prefix: str = "") -> Params:
     """Return the leaves below ``prefix`` whole and in the dtypes that ``how`` asks for.
 
-    Their gradients come back in the leaves' own dtype and, where they were gathered, as shares.
+    Their gradients come back in the leaves' own dtype and, where they were gathered, as shares. A router always works
+    in float32 or better: half a percent of a logit would choose other experts.
     """
 
     def to(path: str, x: Tensor) -> Tensor:
         if how.compute is None:
             return how.fetch(path, x, x.dtype)
-        high = any(re.search(pattern, path) for pattern in how.float32)
+        high = "/router/" in path or any(re.search(pattern, path) for pattern in how.float32)
         return how.fetch(path, x, torch.float32 if high and how.compute != torch.float64 else how.compute)
 
     return tree.map_path(to, params, prefix)
+
+
+def share(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the positions of x [rows, length, ...] that this rank holds between the tensor-parallel regions."""
+    return x.chunk(mesh.tp.size, LENGTH)[mesh.tp.index] if mesh.sequence_parallel else x

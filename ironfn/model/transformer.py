@@ -17,8 +17,10 @@ from ironfn.mesh.pairs import enter, leave
 from ironfn.model import fused
 from ironfn.model.arch import Arch
 from ironfn.model.attention import Attend
-from ironfn.model.forward import DEFAULT, Forward, ready
+from ironfn.model.forward import DEFAULT, Forward, ready, share
+from ironfn.model.mlp import feed_forward, maybe, plus
 from ironfn.model.moe import Seen, joined, mixture
+from ironfn.model.routing import check_given
 from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
 
@@ -26,42 +28,14 @@ from ironfn.types import Batch, Params
 def _norm(x: Tensor, p: Params, arch: Arch) -> Tensor:
     if arch.norm == "rms":
         return fused.rms_norm(x, leaf(p, "scale"), arch.norm_eps)
-    scale, bias = leaf(p, "scale"), _maybe(p, "bias")
+    scale, bias = leaf(p, "scale"), maybe(p, "bias")
     high = scale.dtype if scale.dtype != x.dtype else x.dtype
     return F.layer_norm(x.to(high), (arch.width,), scale, bias, arch.norm_eps).to(x.dtype)
 
 
-def _maybe(p: Params, name: str) -> Tensor | None:
-    return leaf(p, name) if name in p else None
-
-
-def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
-
-
-ACTIVATIONS = (
-    ("swiglu", fused.SILU),
-    ("geglu", fused.GELU_TANH),
-    ("gelu", fused.GELU),
-    ("gelu_tanh", fused.GELU_TANH),
-)
-
-
-def _mlp(x_BTD: Tensor, p: Params, arch: Arch) -> Tensor:
-    act = dict(ACTIVATIONS)[arch.mlp]
-    w_up, w_down = leaf(p, "w_up"), leaf(p, "w_down")
-    if arch.gated and "b_up" not in p:
-        return fused.gated_mlp(x_BTD, leaf(p, "w_gate"), w_up, w_down, act)
-    up_BTF = _plus(fused.linear(x_BTD, w_up), _maybe(p, "b_up"))
-    if not arch.gated:
-        return fused.activate_down(up_BTF, w_down, act)
-    gate_BTF = _plus(fused.linear(x_BTD, leaf(p, "w_gate")), _maybe(p, "b_gate"))
-    return fused.linear(act.value(gate_BTF) * up_BTF, w_down)
-
-
 def _attention(x_BTD: Tensor, p: Params, arch: Arch, attend: Attend, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     q, k, v = (
-        _plus(fused.linear(x_BTD, leaf(p, f"w{name}")), _maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
+        plus(fused.linear(x_BTD, leaf(p, f"w{name}")), maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
         for name in "qkv"
     )
     if angles is not None:
@@ -93,13 +67,8 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
         mine = (local >= 0) & (local < table.shape[0])
         x = leave(F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[..., None], mesh)
     if arch.positions == "learned":
-        x = x + F.embedding(_share(position_BT, mesh), leaf(embed, "positions"))
+        x = x + F.embedding(share(position_BT, mesh), leaf(embed, "positions"))
     return x
-
-
-def _share(x_BT: Tensor, mesh: Mesh) -> Tensor:
-    """Return the positions that this rank holds between the tensor-parallel regions."""
-    return x_BT.chunk(mesh.tp.size, 1)[mesh.tp.index] if mesh.sequence_parallel else x_BT
 
 
 def _block(
@@ -118,13 +87,13 @@ def _block(
     attn, mlp = branch(p, "attn"), branch(p, "mlp")
     seen: Seen = {}
     mixed = leave(_attention(enter(_norm(x, branch(p, "norm1"), arch), mesh), attn, arch, attend, angle), mesh)
-    x = x + drop(_plus(mixed, _maybe(attn, "bo")), "attn")
+    x = x + drop(plus(mixed, maybe(attn, "bo")), "attn")
     normed = _norm(x, branch(p, "norm2"), arch)
     if arch.has_experts(layer):
         mixed, seen = mixture(normed, mlp, layer, arch, mesh, how, batch)
     else:
-        mixed = leave(_mlp(enter(normed, mesh), mlp, arch), mesh)
-    return x + drop(_plus(mixed, _maybe(mlp, "b_down")), "mlp"), seen
+        mixed = leave(feed_forward(enter(normed, mesh), mlp, arch), mesh)
+    return x + drop(plus(mixed, maybe(mlp, "b_down")), "mlp"), seen
 
 
 def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> tuple[Tensor, Seen]:
@@ -133,14 +102,16 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``row`` (with dropout or jitter) and ``experts``
     as in `types.Batch`. ValueError where the text is longer than the model's context with learned positions.
 
-    With L blocks of E experts and k choices a token, on every rank of tp the same: ``experts`` int64 [B, T, L, k], the
-    choices (-1 on padding), which may be given back in the batch; ``balance`` and ``z`` [B], the load-balancing and
-    z-losses of each row, summed over the blocks; ``load`` [L, E], the tokens that chose each expert, and ``dropped``
-    [L], the choices that found it full: both of this rank's rows.
+    With L blocks of E experts and K choices a token, on every rank of tp the same: ``experts`` int64 [B, T, L, K], the
+    choices (-1 on padding), which may be given back in the batch; ``load`` int64 [B, L, E], the tokens of each row that
+    chose each expert; ``dropped`` int64 [B, L], the choices that found it full; ``scores`` [B, L, E], the router's
+    scores, summed over the row, and ``z`` [B, L], its mean squared logsumexp: `loss.experts` makes losses of these.
     """
     tokens = batch["tokens"]
     if arch.positions == "learned" and tokens.shape[1] > arch.context:
         raise ValueError(f"{tokens.shape[1]} tokens do not fit model.context {arch.context}; shorten the rows")
+    if "experts" in batch:
+        check_given(batch, arch)
     position = batch.get("position", torch.arange(tokens.shape[1], device=tokens.device)[None])
     segment, dropout = batch.get("segment"), how.dropout
     attend = how.attention(segment)

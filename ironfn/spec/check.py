@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from ironfn.spec.check_experts import experts
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import Path, show
 
@@ -54,6 +55,17 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "model.rope_theta": ABOVE_ZERO,
         "model.dropout": BELOW_ONE,
         "model.init_std": ABOVE_ZERO,
+        "model.moe.experts": NOT_NEGATIVE,
+        "model.moe.top_k": _at_least(1),
+        "model.moe.ffn": _at_least(1),
+        "model.moe.shared": NOT_NEGATIVE,
+        "model.moe.dense_layers": NOT_NEGATIVE,
+        "model.moe.scale": ABOVE_ZERO,
+        "model.moe.balance_weight": NOT_NEGATIVE,
+        "model.moe.bias_rate": NOT_NEGATIVE,
+        "model.moe.z_weight": NOT_NEGATIVE,
+        "model.moe.jitter": BELOW_ONE,
+        "model.moe.capacity": ABOVE_ZERO,
         "data.dir": WRITTEN,
         "data.tokenizer.vocab_size": _at_least(1),
         "data.split.validation": BELOW_ONE,
@@ -108,7 +120,7 @@ def check(spec: RunSpec, ranks: int | None) -> list[Found]:
     alone = list(_ranges(spec))
     bad = {paths[0] for paths, _ in alone}
     together: list[Found] = []
-    for rule in (_model, _data, _optim, _mesh, _train):
+    for rule in (_model, experts, _data, _optim, _mesh, _train):
         try:
             together += rule(spec)
         except ArithmeticError:  # a zero that the ranges already refuse
@@ -211,6 +223,12 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
         size: int | None = getattr(model, name)
         if size is not None and size % mesh.tp:
             yield (("mesh", "tp"), ("model", name)), f"{mesh.tp} ranks cannot share {size} {name} evenly (model.{name})"
+    if mesh.sequence_parallel and mesh.tp == 1:
+        what = "the positions are shared out over tp, and mesh.tp is 1; raise it, or leave this out"
+        yield (("mesh", "sequence_parallel"), ("mesh", "tp")), what
+    if mesh.fsdp and mesh.zero1:
+        what = "fsdp shares the optimizer's state out already; leave zero1 out"
+        yield (("mesh", "zero1"), ("mesh", "fsdp")), what
     if spec.train.batch % (mesh.dp * mesh.ep):
         what = f"{mesh.dp * mesh.ep} ranks (dp x ep) cannot share {spec.train.batch} rows evenly"
         yield (("train", "batch"), ("mesh", "dp"), ("mesh", "ep")), what
