@@ -1,7 +1,7 @@
 """Law 1 for what is shared out: reduction, clipping, ZeRO-1, FSDP and Muon's whole matrices, on leaves of any shape.
 
-The gradients are given, so that a step is checked against plain sums on one process: rank (dp d, ep e) saw the tokens
-whose gradients are ``given(step)[d][e]``.
+In the first test the gradients are given, so that a step is checked against plain sums on one process: rank (dp d, ep e)
+saw the tokens whose gradients are ``gradients(step)[d, e]``.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from hypothesis import strategies as st
 
 from ironfn import tree
 from ironfn.algo.step import State, make_step
-from ironfn.grad.value_and_grad import ValueAndGrad
-from ironfn.layout.fsdp import shard_table
+from ironfn.grad.remat import recompute
+from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
+from ironfn.layout.fsdp import fetch, shard_table
 from ironfn.layout.table import WHOLE_TABLE, Placement, Table, by_path, cut, shard, shard_leaf, unshard
 from ironfn.layout.zero import share_updates
+from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.model import init, tables
+from ironfn.model.arch import Arch
+from ironfn.model.forward import Forward, keep
 from ironfn.optim.adamw import adamw
 from ironfn.optim.combine import master_weights, partition
 from ironfn.optim.muon import jordan, muon
 from ironfn.optim.newton_schulz import operations
 from ironfn.optim.optimizer import Optimizer
+from ironfn.optim.presets import make_optimizer, whole_work
 from ironfn.optim.zero1 import zero1
+from ironfn.spec.records import AdamWSpec, OptimSpec
 from ironfn.types import Batch, Flat, LossSum, Params
+from property_tests.strategies import archs, batch_of, params_of
 
 KINDS = ("whole", "columns", "rows", "stack", "between", "matrix", "vector")
 
@@ -87,7 +95,7 @@ def optimizer_of(case: Case, layout: Table, mesh: Mesh) -> Optimizer:
 
 
 def gradients(case: Case, step: int) -> dict[tuple[int, int], Flat]:
-    """Return the gradients of whole leaves by (dp, ep): powers of two apart, so that a forgotten sum is seen."""
+    """Return the gradients of whole leaves by (dp, ep)."""
     g = torch.Generator().manual_seed(step)
     return {
         (d, e): {p: torch.randn(s, generator=g, dtype=torch.float64) for p, s in case.shapes.items()}
@@ -162,3 +170,42 @@ def train_on_sums(case: Case, alone: Case, params: Params) -> tuple[Params, list
         grads = tree.unflatten({path: x * min(1.0, 1.0 / norm) for path, x in mean.items()})
         params, state = optimizer.update(grads, state, params, 0.1 / (i + 1))
     return params, norms, state
+
+
+def model_steps(
+    arch: Arch, params: Params, batch: Batch, mesh: Mesh, how: Forward, spec: OptimSpec, zero: bool
+) -> tuple[Params, list[dict[str, float]]]:
+    """Take two steps of a model whose parameters are shared out over dp."""
+    table = shard_table(tables.table(mesh.sequence_parallel), init.shapes(arch), mesh)
+    updates = share_updates(table, init.shapes(arch), mesh, whole_work(spec, init.shapes(arch))) if zero else None
+    optimizer = make_optimizer(spec, params, table=table, mesh=mesh, updates=updates)
+    vg = accumulate(value_and_grad(lm_loss(arch, evolve(how, fetch=fetch(table, mesh)), chunk=5)), 1)
+    step = make_step(vg, optimizer, lambda s: 0.01 * (s + 1), table=table, mesh=mesh, updates=updates, clip=0.5)
+    mine = shard(tree.clone(params), table, mesh)
+    state, metrics = State(0, mine, optimizer.init(mine)), list[dict[str, float]]()
+    rows = {name: value.tensor_split(mesh.dp.size)[mesh.dp.index] for name, value in batch.items()}
+    for _ in range(2):
+        state, seen = step(state, rows)
+        metrics.append(seen)
+    return unshard(state.params, table, mesh), metrics
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_model_whose_parameters_are_shared_out_takes_the_same_steps(data: st.DataObject) -> None:
+    """FSDP with and without ZeRO-1, under tp, sp, remat, tied heads, AdamW and Muon: rel. 1e-9 in float64."""
+    dp, tp = data.draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1)]), "mesh")
+    arch = data.draw(archs(tp=tp), "arch")
+    spec = OptimSpec(data.draw(st.sampled_from(["adamw", "muon"]), "optimizer"), adamw=AdamWSpec(eps=1e-4))
+    how = Forward(run=data.draw(st.sampled_from([keep, recompute]), "remat"))
+    zero, sequence_parallel = data.draw(st.booleans(), "zero"), tp > 1 and data.draw(st.booleans(), "sp")
+    params, batch = params_of(arch), batch_of(arch, 2 * dp, 8, data.draw(st.integers(0, 9)), documents=True)
+    expected, metrics = model_steps(arch, params, batch, SINGLE, Forward(), spec, False)
+    for found, seen in fake.run(
+        lambda mesh: model_steps(arch, params, batch, mesh, how, spec, zero),
+        dp=dp, tp=tp, sequence_parallel=sequence_parallel,
+    ):  # fmt: skip
+        for mine, theirs in zip(seen, metrics, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+        for path, leaf in tree.flatten(expected).items():
+            torch.testing.assert_close(tree.flatten(found)[path], leaf, rtol=1e-9, atol=1e-11, msg=path)
