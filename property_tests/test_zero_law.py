@@ -1,7 +1,7 @@
 """Law 1 for what is shared out: reduction, clipping, ZeRO-1, FSDP and Muon's whole matrices, on leaves of any shape.
 
-In the first test the gradients are given, so that a step is checked against plain sums on one process: rank (dp d, ep e)
-saw the tokens whose gradients are ``gradients(step)[d, e]``.
+In the first test the gradients are given, so that a step is checked against plain sums on one process: rank (dp d,
+ep e) saw the tokens whose gradients are ``gradients(step)[d, e]``.
 """
 
 from __future__ import annotations
