@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -162,34 +162,144 @@ def test_a_share_that_does_not_divide_is_told() -> None:
         fake.run(lambda mesh: mesh.tp.backend.reduce_scatter(torch.ones(5, 2), 0), tp=2)
 
 
-def test_a_rank_that_raises_wakes_the_others_and_is_the_one_heard() -> None:
-    """The waiting ranks would wait for 60 s."""
+def test_a_rank_that_raises_is_the_one_heard_and_the_others_stop() -> None:
+    ends: list[str] = []
 
     def rank(mesh: Mesh) -> Tensor:
         if mesh.dp.index == 1 and mesh.tp.index == 0:
-            time.sleep(0.05)
             raise KeyError("my own fault")
-        return mesh.tp.backend.all_reduce(mesh.dp.backend.all_reduce(torch.ones(1)))
+        try:
+            return mesh.tp.backend.all_reduce(mesh.dp.backend.all_reduce(torch.ones(1)))
+        except fake.MeshError as error:
+            ends.append(str(error))
+            raise
 
-    done = threading.Event()
-
-    def watched() -> None:
-        with pytest.raises(KeyError, match="my own fault"):
-            fake.run(rank, dp=2, tp=2)
-        done.set()
-
-    thread = threading.Thread(target=watched, daemon=True)
-    thread.start()
-    assert done.wait(30)
+    with pytest.raises(KeyError, match="my own fault"):
+        fake.run(rank, dp=2, tp=2)
+    assert len(ends) == 3
+    assert ends[0] == (
+        "rank 2 (dp 1, tp 0) raised: rank 0 (dp 0, tp 0) waits in all_reduce of float32 [1] on dp; rank 1 (dp 0, tp 1) "
+        "waits in all_reduce of float32 [1] on dp; rank 2 (dp 1, tp 0) raised KeyError: 'my own fault'; "
+        "rank 3 (dp 1, tp 1) computes"
+    )
 
 
-def test_a_rank_that_leaves_early_is_told() -> None:
+def test_a_rank_that_leaves_early_is_told_at_once() -> None:
+    """Whether it leaves before or after the other comes."""
+    for early in (0, 1):
+
+        def rank(mesh: Mesh, early: int = early) -> None:
+            if mesh.dp.index != early:
+                mesh.dp.backend.all_reduce(torch.ones(1))
+
+        told = rf"rank {1 - early} \(dp {1 - early}\) waits in all_reduce of float32 \[1\] on dp"
+        with pytest.raises(fake.MeshError, match=told) as raised:
+            fake.run(rank, dp=2, timeout=600)
+        assert f"rank {early} (dp {early}) has returned" in str(raised.value)
+
+
+def test_ranks_that_wait_on_different_axes_are_told_at_once() -> None:
+    def rank(mesh: Mesh) -> Tensor:
+        axis = mesh.dp if mesh.world.index in (0, 3) else mesh.tp  # 0 for 2, 1 for 0, 2 for 3, 3 for 1
+        return axis.backend.all_reduce(torch.ones(2))
+
+    with pytest.raises(fake.MeshError, match=r"every rank waits.*rank 0 .* on dp; .*rank 2 \(dp 1, tp 0\).* on tp"):
+        fake.run(rank, dp=2, tp=2, timeout=600)
+    with pytest.raises(fake.MeshError, match=r"every rank waits.* on dp; .* on world"):
+        fake.run(lambda mesh: [mesh.dp, mesh.world][mesh.dp.index].backend.all_reduce(torch.ones(1)), dp=2, timeout=600)
+
+
+def test_a_mesh_that_is_broken_stays_so() -> None:
+    def rank(mesh: Mesh) -> Tensor:
+        with contextlib.suppress(fake.MeshError):
+            mesh.dp.backend.all_reduce(torch.ones(1 + mesh.dp.index))
+        return mesh.dp.backend.all_reduce(torch.ones(1))
+
+    with pytest.raises(fake.MeshError, match=r"different calls.*float32 \[1\].*float32 \[2\]"):
+        fake.run(rank, dp=2)
+
+
+def test_a_failure_inside_a_backward_pass_is_told_too() -> None:
     def rank(mesh: Mesh) -> None:
-        if mesh.dp.index == 0:
-            mesh.dp.backend.all_reduce(torch.ones(1))
+        x = torch.ones(2 + mesh.tp.index, requires_grad=True)
+        pairs.copy(x, mesh.tp).sum().backward()
 
-    with pytest.raises(fake.MeshError, match=r"rank 0 \(dp 0\) waits in all_reduce.*rank 1 \(dp 1\) has returned"):
-        fake.run(rank, dp=2, timeout=0.2)
+    with pytest.raises(fake.MeshError, match=r"all_reduce of float32 \[2\].*all_reduce of float32 \[3\]"):
+        fake.run(rank, tp=2)
+
+
+def test_a_rank_that_never_comes_is_left_behind() -> None:
+    stop = threading.Event()
+    with pytest.raises(fake.MeshError, match=r"no collective for 0.1 s: .*rank 1 \(dp 1\) computes"):
+        fake.run(lambda m: stop.wait(60) if m.dp.index else m.dp.backend.all_reduce(torch.ones(1)), dp=2, timeout=0.1)
+    stop.set()
+
+
+def test_a_rank_may_write_at_once_into_what_it_handed_over_and_into_what_it_got() -> None:
+    def rank(mesh: Mesh) -> list[Tensor]:
+        b, out = mesh.dp.backend, []
+        for op in (
+            b.all_reduce,
+            lambda x: b.all_gather(x, 0),
+            lambda x: b.reduce_scatter(x, 0),
+            lambda x: b.all_to_all(x, [1, 1, 1], [1, 1, 1]),
+            lambda x: b.broadcast(x, 1),
+            lambda x: b.all_reduce(x.clone(), donate=True),
+        ):
+            x = torch.arange(3.0) + mesh.dp.index
+            y = op(x)
+            out.append(y.clone())
+            x += 100
+            assert torch.equal(y, out[-1])
+            y -= 1000
+            assert torch.equal(x, torch.arange(3.0) + mesh.dp.index + 100)
+        return out
+
+    first, second, third = fake.run(rank, dp=3)
+    assert first[0].tolist() == [3, 6, 9]
+    assert first[1].tolist() == [0, 1, 2, 1, 2, 3, 2, 3, 4]
+    assert [r[2].tolist() for r in (first, second, third)] == [[3], [6], [9]]
+    assert [r[3].tolist() for r in (first, second, third)] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert first[4].tolist() == [1, 2, 3]
+    assert third[5].tolist() == [3, 6, 9]
+
+
+def test_a_donated_buffer_is_written() -> None:
+    """As a real back end does: a caller that reads it again is found out here."""
+
+    def rank(mesh: Mesh) -> float:
+        x = torch.ones(1)
+        mesh.dp.backend.all_reduce(x, donate=True)
+        return float(x)
+
+    assert fake.run(rank, dp=2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda b: b.all_gather(torch.ones(2), 1), r"there is no dimension 1"),
+        (lambda b: b.all_gather(torch.ones(()), 0), r"there is no dimension 0"),
+        (lambda b: b.broadcast(torch.ones(2), 2), r"there is no rank 2 among 2"),
+        (lambda b: b.all_to_all(torch.ones(2), [1, 2], [1, 1]), r"sizes to send add up to 3 slices"),
+        (lambda b: b.all_to_all(torch.ones(2), [2], [1, 1]), r"send and receive need 2 sizes"),
+        (lambda b: b.all_to_all(torch.ones(2), [3, -1], [1, 1]), r"send and receive need 2 sizes"),
+        (lambda b: b.all_reduce(torch.ones(2, dtype=torch.bool)), r"all_reduce of bool \[2\]: this dtype has no sum"),
+        (lambda b: b.all_reduce(torch.ones((1,) * 9)), r"at most 8 dimensions"),
+    ],
+    ids=["dim", "0-d", "source", "sum", "count", "negative", "bool", "dims"],
+)
+def test_a_call_that_is_wrong_by_itself_is_refused(call: Callable, why: str) -> None:
+    with pytest.raises(fake.MeshError, match=why):
+        fake.run(lambda mesh: call(mesh.dp.backend), dp=2)
+
+
+def test_sizes_that_do_not_pair_up_are_told() -> None:
+    with pytest.raises(fake.MeshError, match=r"all_to_all\(send \[1, 1\], receive \[1, 1\]\).*send \[2, 0\]"):
+        fake.run(
+            lambda m: m.dp.backend.all_to_all(torch.ones(2), [[1, 1], [2, 0]][m.dp.index], [1, 1]),
+            dp=2,
+        )
 
 
 def test_every_rank_has_its_place_and_axes_of_one_rank_have_none_to_talk_to() -> None:

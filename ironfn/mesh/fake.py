@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, field, frozen
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @define(eq=False)
 class Rank:
-    """Hold what the others know of a rank: the call in which it waits, or that it is gone. ``turn`` wakes it."""
+    """Hold what the others know of a rank: the call in which it waits, or that it is gone. ``turn`` lets it run."""
 
     name: str
     axis: str = ""
@@ -39,92 +39,77 @@ class Rank:
 
 
 class World:
-    """Let threads meet. The last to come to a collective computes it for all, while the others wait.
+    """Let the ranks run by turns: one at a time, until it waits in a collective, then the next that can go on.
 
-    All that a rank hands over is read before any rank goes on, so it may write into it at once. What can no longer
-    take place breaks the world: every rank that waits, or that makes another call, gets one and the same MeshError.
+    So a run is repeatable, and no rank contends for the interpreter's lock. The last to come to a collective computes
+    it for all. What can no longer take place breaks the world: whoever waits gets one and the same MeshError, as does
+    whoever makes another call.
     """
 
-    def __init__(self, grid: Grid, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, grid: Grid) -> None:
         self.ranks = [Rank(grid.name(r)) for r in range(grid.world)]
         self.error: BaseException | None = None
-        self._lock = threading.Lock()
+        self.meetings = 0
+        self.over = threading.Event()
+        self._ready = deque(self.ranks)
         self._broken = ""
 
     def meet(self, rank: int, axis: str, members: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
         """Make a call together with the other members of an axis and return this rank's result."""
-        me = self.ranks[rank]
-        with self._lock:
-            if self._broken:
-                raise MeshError(self._broken)
-            me.axis, me.members, me.call, me.given = axis, members, call, x
-            met = self._all_here(axis, members)
-        if met:
-            self._compute(rank, met)
-        elif not me.turn.acquire(timeout=self.timeout):
-            with self._lock:
-                self._break(f"nothing came of it for {self.timeout:g} s")
+        if self._broken:
+            raise MeshError(self._broken)
+        me, ranks = self.ranks[rank], [self.ranks[r] for r in members]
+        me.axis, me.members, me.call, me.given = axis, members, call, x
+        self.meetings += 1
+        met = [(r.call, r.given) for r in ranks if r.axis == axis and r.call and r.given is not None]
+        if len(met) == len(ranks):
+            self._hold(me, ranks, [c for c, _ in met], [given for _, given in met])
+        elif any(r.gone for r in ranks):
+            self._break("a rank that another waits for is gone", me)
+        else:
+            self.next()
             me.turn.acquire()
-        result, me.result = me.result, None
+        me.call, me.given, result = None, None, me.result
+        me.result = None
         if result is None:
             raise MeshError(self._broken)
         return result
 
     def leave(self, rank: int, error: BaseException | None) -> None:
         """Tell that a rank has returned, or raised ``error``."""
-        with self._lock:
-            me = self.ranks[rank]
-            if error is None:
-                me.gone = "has returned"
-                return self._look_around()
-            me.gone = f"raised {told(error)}"
-            self.error = self.error or error
+        me = self.ranks[rank]
+        me.call, me.gone = None, "has returned" if error is None else f"raised {told(error)}"
+        self.error = self.error or error
+        if error is not None:
             self._break(f"{me.name} raised")
+        elif any(rank in other.members for other in self.ranks if other.call):
+            self._break("a rank that another waits for is gone")
+        self.next()
 
-    def _all_here(self, axis: str, members: tuple[int, ...]) -> list[tuple[Rank, Call, Tensor]]:
-        """Return the members with their calls if each of them has come, and take them from those who wait."""
-        ranks = [self.ranks[r] for r in members]
-        met = [(r, r.call, r.given) for r in ranks if r.call and r.given is not None and r.axis == axis]
-        if len(met) < len(members):
-            self._look_around()
-            return []
-        if not agree([call for _, call, _ in met]):
-            self._break(f"the ranks of {axis} made different calls")
-            return []
-        for rank in ranks:
-            rank.call = rank.given = None
-        return met
-
-    def _compute(self, last: int, met: list[tuple[Rank, Call, Tensor]]) -> None:
-        try:
-            with torch.no_grad():
-                results = COMPUTE[met[0][1].op]([call for _, call, _ in met], [x for _, _, x in met])
-            for (rank, _, _), result in zip(met, results, strict=True):
-                rank.result = result
-        except BaseException:
-            with self._lock:
-                self._break(f"{self.ranks[last].name} could not compute {met[0][1]}")
-            raise
-        finally:
-            for rank, _, _ in met:
-                if rank is not self.ranks[last]:
-                    rank.turn.release()
-
-    def _look_around(self) -> None:
-        """Break the world where a rank waits for one that is gone, or where none is left that does not wait."""
-        waiting = [rank for rank in self.ranks if rank.call]
-        if any(self.ranks[r].gone for rank in waiting for r in rank.members):
-            self._break("a rank that others wait for is gone")
-        elif waiting and all(rank.call or rank.gone for rank in self.ranks):
+    def next(self) -> None:
+        """Let the next rank run. Where all that are left wait, none of them ever could: they are told so."""
+        if not self._ready:
             self._break("every rank waits for another")
+        if self._ready:
+            self._ready.popleft().turn.release()
+        else:
+            self.over.set()
 
-    def _break(self, why: str) -> None:
+    def _hold(self, me: Rank, ranks: list[Rank], calls: list[Call], given: list[Tensor]) -> None:
+        if not agree(calls):
+            return self._break(f"the ranks of {me.axis} made different calls", me)
+        with torch.no_grad():
+            results = COMPUTE[calls[0].op](calls, given)
+        for rank, result in zip(ranks, results, strict=True):
+            rank.call, rank.given, rank.result = None, None, result
+        self._ready.extend(rank for rank in ranks if rank is not me)
+
+    def _break(self, why: str, running: Rank | None = None) -> None:
         self._broken = self._broken or f"{why}: " + "; ".join(str(rank) for rank in self.ranks)
         for rank in self.ranks:
-            if rank.call:
-                rank.call = rank.given = None
-                rank.turn.release()
+            if rank.call and rank is not running:
+                self._ready.append(rank)
+            rank.call = rank.given = None
 
 
 @frozen(eq=False)
@@ -201,29 +186,35 @@ def run(
 ) -> list[T]:
     """Call ``function(mesh)`` on every rank of a fake mesh at once and return the results in rank order.
 
-    Raises the first exception of any rank. The others are woken at once: whoever waits for a rank that has returned or
-    raised, and whoever waits while all do, gets a MeshError that names each rank and its call. timeout: how long, in
-    seconds, a rank waits for one that goes on computing.
+    One rank runs at a time, until it waits in a collective: a rank that waited for another by any other means would
+    wait for ever. Raises the first exception of any rank; the others are stopped at once. Whoever waits for a rank that
+    has returned or raised, or waits while all do, gets a MeshError that names each rank and its call.
+    timeout: after so many seconds without a collective, MeshError, and the rank that computes is left behind.
     """
     grid = Grid(dp, tp, ep)
     if grid.world == 1:
         return [function(Mesh(sequence_parallel=sequence_parallel))]
-    world = World(grid, timeout)
+    world = World(grid)
+    results: list[Any] = [None] * grid.world
 
-    def rank(index: int) -> T:
+    def rank(index: int) -> None:
+        world.ranks[index].turn.acquire()
         error: BaseException | None = None
         try:
-            return function(
-                grid.mesh(index, sequence_parallel, lambda name, members: Fake(world, index, name, tuple(members)))
-            )
+            mesh = grid.mesh(index, sequence_parallel, lambda name, group: Fake(world, index, name, tuple(group)))
+            results[index] = function(mesh)
         except BaseException as raised:
             error = raised
-            raise
-        finally:
-            world.leave(index, error)
+        world.leave(index, error)
 
-    with ThreadPoolExecutor(grid.world) as pool:
-        futures = [pool.submit(rank, index) for index in range(grid.world)]
+    for index in range(grid.world):
+        threading.Thread(target=rank, args=(index,), daemon=True).start()
+    world.next()
+    meetings = -1
+    while not world.over.wait(timeout):
+        if world.meetings == meetings:
+            raise MeshError(f"no collective for {timeout:g} s: " + "; ".join(map(str, world.ranks)))
+        meetings = world.meetings
     if world.error:
         raise world.error
-    return [future.result() for future in futures]
+    return results
