@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from attrs import evolve, frozen
 
 from ironfn import tree
 from ironfn.algo.step import State, Step, make_step, skip, stop
-from ironfn.data import Dataset, batch_at, open_dataset
+from ironfn.data import Dataset, eval_batches, open_dataset, share_at
 from ironfn.grad.noise import noise_scale
 from ironfn.grad.remat import recompute
 from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
@@ -22,7 +24,7 @@ from ironfn.model.transformer import hidden
 from ironfn.optim.optimizer import Optimizer
 from ironfn.optim.presets import make_optimizer
 from ironfn.optim.schedules import make_schedule
-from ironfn.spec.records import MeshSpec, PrecisionSpec, RunSpec
+from ironfn.spec.records import PrecisionSpec, RunSpec
 from ironfn.types import Batch, Loss
 
 ON_NONFINITE = {"stop": stop, "skip": skip}
@@ -46,9 +48,21 @@ class Job:
     optimizer: Optimizer
     step: Step
 
+    @property
+    def speaks(self) -> bool:
+        """Tell whether this is the rank that speaks and writes for all."""
+        return self.mesh.world.index == 0
+
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of a step, on the CPU."""
-        return batch_at(self.train, step, self.spec.train.batch, self.spec.train.seed)
+        spec = self.spec.train
+        return share_at(self.train, step, spec.batch, spec.seed, self.mesh.share, self.mesh.shares)
+
+    def eval_batches(self, data: Dataset) -> Iterator[Batch]:
+        """Yield this rank's rows of an evaluation, on the CPU: as many at a time as it trains on."""
+        spec = self.spec.train
+        rows = spec.micro_batch or spec.batch // self.mesh.shares
+        return eval_batches(data, rows, self.spec.report.eval_rows, self.mesh.share, self.mesh.shares)
 
     def first_state(self) -> State:
         """Return the state before the first step."""
@@ -69,18 +83,18 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {n: x if n == "segment" else x.to(device, non_blocking=True) for n, x in batch.items()}
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device of a spec's ``train.device``. ValueError where CUDA is asked for and absent."""
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """Return the device of a spec's ``train.device`` for one of a machine's ranks.
+
+    ValueError where CUDA is asked for and absent, or has fewer devices than there are ranks.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("train.device is cuda, but torch finds no CUDA device; use auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def launch(spec: MeshSpec) -> Mesh:
-    """Return this process's place in the mesh. ValueError for more than one rank, which this version cannot start."""
-    if (ranks := spec.dp * spec.tp * spec.ep) > 1:
-        raise ValueError(f"mesh asks for {ranks} ranks, but this version runs one process; set dp, tp and ep to 1")
-    return SINGLE
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (devices := torch.cuda.device_count()):
+        raise ValueError(f"rank {local_rank} of this machine has no CUDA device of its own: there are {devices}")
+    return torch.device("cuda", local_rank)
 
 
 def forward(precision: PrecisionSpec) -> Forward:
@@ -89,9 +103,12 @@ def forward(precision: PrecisionSpec) -> Forward:
     return Forward(None if same else getattr(torch, precision.compute), tuple(precision.keep_float32))
 
 
-def build(spec: RunSpec) -> Job:
-    """Open the data and make the functions of a run. ValueError for whatever does not fit together."""
-    device, mesh = pick_device(spec.train.device), launch(spec.mesh)
+def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None) -> Job:
+    """Open the data and make the functions of a run. ValueError for whatever does not fit together.
+
+    device: this rank's; None picks one for a process alone.
+    """
+    device = device or pick_device(spec.train.device)
     train = open_dataset(spec.data, "train")
     arch = complete(spec.model, train.vocab_size)
     if arch.positions == "learned" and spec.data.length > arch.context:

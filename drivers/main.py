@@ -14,6 +14,9 @@ import click
 
 from ironfn import __version__
 
+from .failures import in_a_line
+from .launch import Ranks
+
 EX_CONFIG = 78
 """The exit code of a faulty spec (sysexits.h)."""
 
@@ -66,30 +69,25 @@ class Modes(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
             if ctx.params["traceback"]:
                 raise
             from ironfn.spec.errors import SpecError
 
             if isinstance(error, SpecError):
-                click.echo(str(error), err=True)
+                _say_on_this_machine(str(error))
                 ctx.exit(EX_CONFIG)
-            raise click.ClickException(str(error)) from error
-        except (OSError, MemoryError, RuntimeError) as error:
-            if ctx.params["traceback"] or (line := _machine(error)) is None:
+            line = in_a_line(error)
+            if line is None:
                 raise
-            raise click.ClickException(line) from error
+            ranks = Ranks.here()
+            raise click.ClickException(f"rank {ranks.rank}: {line}" if ranks.size > 1 else line) from error
 
 
-def _machine(error: Exception) -> str | None:
-    """Say in a line what the machine refused: a file, or memory. None for an error that is a fault of ours."""
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror or error)
-    text = str(error)
-    if isinstance(error, MemoryError) or any(word in text for word in ("allocate", "out of memory", "Storage size")):
-        first = text.split("\n", 1)[0]
-        return f"not enough memory ({first}): lower train.batch or set train.micro_batch, or choose a smaller model"
-    return None
+def _say_on_this_machine(text: str) -> None:
+    """Say what all the ranks of a machine find alike, each on its own, before they know of each other."""
+    if Ranks.here().speaks:
+        click.echo(text, err=True)
 
 
 @click.group(cls=Modes, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import click
 
 from ironfn.spec.records import RunSpec
 
+from .launch import processes
 from .specs import takes_spec
 
 
 @click.command("pretrain")
-@takes_spec
+@functools.partial(takes_spec, ranks=processes)
 @click.option("--override", is_flag=True, help="Go on although the spec changed where a run may not change.")
 @click.option("--restart", is_flag=True, help="Begin anew where there are checkpoints but none is whole.")
 def command(spec: RunSpec, override: bool, restart: bool) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import click
 
+from .launch import command as command_of
 
-def next_commands(run_dir: Path) -> dict[str, str]:
-    """Return what a person types next in a run's directory, by what it does."""
+
+def next_commands(run_dir: Path, ranks: int = 1) -> dict[str, str]:
+    """Return what a person types next in the directory of a run on so many ranks, by what it does."""
     here = shlex.quote(str(run_dir))
     return {
-        "Go on with the run": f"ironfn pretrain {shlex.quote(str(run_dir / 'spec.yaml'))}",
+        "Go on with the run": command_of(run_dir / "spec.yaml", ranks),
         "Let it write": f"ironfn generate {here}",
         "Look at its checkpoints": f"ironfn ckpt ls {here}",
         "Write this page again": f"ironfn report {here}",
@@ -27,10 +29,13 @@ def draw(run_dir: Path, say: Callable[[str], object], warn: Callable[[str], obje
     """
     from ironfn.report.page import write_report
     from ironfn.report.plots import loss_png
+    from ironfn.report.rows import read_rows
 
+    runs = [row for row in read_rows(run_dir / "metrics.jsonl") if row.get("kind") == "run"]
+    ranks = runs[-1].get("devices", 1) if runs else 1
     page = True
     try:
-        say(str(write_report(run_dir, next_commands(run_dir))))
+        say(str(write_report(run_dir, next_commands(run_dir, ranks))))
     except OSError as error:
         warn(f"no report.html: {error}")
         page = False

@@ -22,10 +22,11 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextmanager
-def stop_requested(resume: str = "") -> Generator[Callable[[], str | None]]:
+def stop_requested(resume: str = "", *, speak: bool = True) -> Generator[Callable[[], str | None]]:
     """Catch the signals that stop a run; the function yielded returns the name of the first one received, or None.
 
-    resume: the command that resumes the run, shown on standard error when the first signal comes. Signals after the
+    resume: the command that resumes the run, shown on standard error when the first signal comes. speak: of several
+    ranks, one says so. Signals after the
     first change nothing, so that nothing disturbs the save; only a SIGINT that comes more than `SAME_KEYSTROKE` after
     another leaves at once with code 130, without a save. That is safe: a checkpoint is whole or not there at all.
 
@@ -35,6 +36,7 @@ def stop_requested(resume: str = "") -> Generator[Callable[[], str | None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
+    say = _say if speak else _say_nothing
     received: list[str] = []
     interrupted: list[float] = []
 
@@ -43,12 +45,12 @@ def stop_requested(resume: str = "") -> Generator[Callable[[], str | None]]:
         if number == signal.SIGINT:
             interrupted.append(time.monotonic())
             if interrupted[-1] - interrupted[0] > SAME_KEYSTROKE:
-                _say("\nleaving at once, without a save" + (f"; to go on: {resume}" if resume else ""))
+                say("\nleaving at once, without a save" + (f"; to go on: {resume}" if resume else ""))
                 os._exit(EXIT_INTERRUPTED)
         if not received:
             received.append(name)
             again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
-            _say(f"\n{name}: saving at the end of this step{again}" + (f"\nto go on: {resume}" if resume else ""))
+            say(f"\n{name}: saving at the end of this step{again}" + (f"\nto go on: {resume}" if resume else ""))
 
     before = {number: signal.signal(number, handle) for number in STOPPING}
     try:
@@ -62,3 +64,7 @@ def _say(text: str) -> None:
     """Write to standard error past Python's buffers, which a handler may have interrupted in the middle of a write."""
     with suppress(OSError):  # the terminal may be gone, which is what a signal often means
         os.write(2, (text + "\n").encode())
+
+
+def _say_nothing(text: str) -> None:
+    pass

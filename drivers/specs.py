@@ -14,6 +14,8 @@ from ironfn.model.families import PRESETS
 from ironfn.spec.load import dump_spec, load_spec
 from ironfn.spec.records import RunSpec
 
+from .launch import Ranks
+
 
 def shipped() -> dict[str, Path]:
     """Return the specs that come with ironfn, by name: ``pretrain/quickstart``."""
@@ -43,10 +45,11 @@ def find_spec(name: str) -> Path:
     raise click.UsageError(f"{name!r} is neither a file nor a shipped spec ({', '.join(known)}){hint}")
 
 
-def takes_spec(command: Callable[..., Any]) -> Callable[..., Any]:
+def takes_spec(command: Callable[..., Any], *, ranks: Callable[[], int | None] = lambda: None) -> Callable[..., Any]:
     """Give a command ``SPEC... -s KEY=VALUE --dry-run`` and call it with the loaded `RunSpec` first.
 
-    ``--dry-run`` prints the resolved spec and does not call it.
+    ``--dry-run`` prints the resolved spec and does not call it. ranks: how many processes the spec's mesh has to fill,
+    where the command is one that the ranks run together.
     """
 
     @click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
@@ -56,18 +59,19 @@ def takes_spec(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--dry-run", is_flag=True, help="Print the resolved spec and stop.")
     @functools.wraps(command)
     def with_spec(specs: tuple[str, ...], overrides: tuple[str, ...], dry_run: bool, **rest: Any) -> Any:
-        spec = resolve(specs, overrides)
+        spec = resolve(specs, overrides, None if dry_run else ranks())
         if dry_run:
-            click.echo(dump_spec(spec), nl=False)
+            if Ranks.here().speaks:
+                click.echo(dump_spec(spec), nl=False)
             return None
         return command(spec, **rest)
 
     return with_spec
 
 
-def resolve(specs: tuple[str, ...], overrides: tuple[str, ...]) -> RunSpec:
-    """Load the spec that these words and overrides describe. Raise `SpecError` where it is faulty."""
-    return load_spec([find_spec(name) for name in specs], overrides, PRESETS)
+def resolve(specs: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None = None) -> RunSpec:
+    """Load the spec that these words and overrides describe, for so many ranks. `SpecError` where it is faulty."""
+    return load_spec([find_spec(name) for name in specs], overrides, PRESETS, ranks)
 
 
 @click.group()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironfn.data.admit import split_of
-from ironfn.data.dataset import Dataset, batch_at, eval_batches, prefetch, rows_at
+from ironfn.data.dataset import Dataset, batch_at, eval_batches, prefetch, rows_at, share_at
 from ironfn.data.fim import cut
 from ironfn.data.order import permute
 from ironfn.spec.records import FimSpec, SplitSpec
@@ -147,6 +148,32 @@ def test_evaluation_holds_every_token_once(case: Case, rows: int, limit: int | N
     assert set(counts.values()) <= {1}
     if limit is None:
         assert len(targets(got)) == case.data.tokens
+
+
+@settings(deadline=None)
+@given(case=cases(), seed=SEEDS, step=st.integers(0, 300), shares=st.integers(1, 6), rows=st.integers(1, 4))
+def test_the_ranks_shares_are_the_batch(case: Case, seed: int, step: int, shares: int, rows: int) -> None:
+    """Whatever the number of ranks: so a run that goes on over others sees no row twice and misses none."""
+    parts = [share_at(case.data, step, rows * shares, seed, share, shares) for share in range(shares)]
+    assert [len(part["tokens"]) for part in parts] == [rows] * shares
+    assert equal(cat(parts), batch_at(case.data, step, rows * shares, seed))
+    with pytest.raises(ValueError, match="cannot be cut evenly"):
+        share_at(case.data, step, rows * shares, seed, 0, rows * shares + 1)
+
+
+@settings(deadline=None)
+@given(case=cases(), rows=st.integers(1, 5), limit=st.none() | st.integers(1, 30), shares=st.integers(1, 6))
+def test_ranks_evaluate_in_step_and_together_every_token_once(
+    case: Case, rows: int, limit: int | None, shares: int
+) -> None:
+    parts = [list(eval_batches(case.data, rows, limit, share, shares)) for share in range(shares)]
+    sizes = [[len(batch["tokens"]) for batch in part] for part in parts]
+    assert sizes == [sizes[0]] * shares, "ranks that compute together make equally many passes over equally many rows"
+    assert max(sizes[0]) <= rows
+    whole = [t for batch in eval_batches(case.data, rows, limit) for t in targets(batch)]
+    assert Counter(t for part in parts for batch in part for t in targets(batch)) == Counter(whole)
+    blank = [b["segment"][(b["weight"] == 0).all(1)] for part in parts for b in part]
+    assert all((segment == -1).all() for segment in blank)
 
 
 @settings(deadline=None)

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ironfn import tree
 from ironfn.generate.sampling import continuation, greedy, sampler
+from ironfn.layout.table import shard
+from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch
+from ironfn.model.tables import table
 from ironfn.model.transformer import logits
 from ironfn.types import Params
 from tests import peers
@@ -148,3 +152,27 @@ def test_no_graph_is_kept() -> None:
         leaf.requires_grad_()
     list(continuation(params, arch, PROMPT, 2, look))
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize("sizes", ["tp 2", "tp 2 sp", "dp 2", "dp 2 tp 2", "ep 2"])
+def test_every_mesh_writes_the_same_text_on_every_rank(sizes: str) -> None:
+    """The parameters are cut over tp; sequence parallelism, for which one position is too few, is left off."""
+    words = sizes.removesuffix(" sp").split()
+    mesh: dict[str, Any] = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    arch, _, params = a_model("llama", kv_heads=2, tied=False, pad_vocab_to=16)
+    params = tree.map(torch.Tensor.double, params)
+    choose = sampler(1.0, 20, 4)
+    alone = list(continuation(params, arch, PROMPT, 16, choose))
+    ranks = fake.run(
+        lambda mesh: list(continuation(shard(params, table(False), mesh), arch, PROMPT, 16, choose, mesh=mesh)),
+        **mesh, sequence_parallel=sizes.endswith("sp"),
+    )  # fmt: skip
+    assert ranks == [alone] * len(ranks)
+
+
+def test_ranks_that_round_differently_follow_rank_0() -> None:
+    arch, _, params = a_model()
+    ranks = fake.run(
+        lambda mesh: list(continuation(params, arch, PROMPT, 8, lambda logits, n: n + mesh.dp.index, mesh=mesh)), dp=3
+    )
+    assert ranks == [list(range(8))] * 3

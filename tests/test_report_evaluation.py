@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ironfn.mesh.axis import SINGLE, Axis, Mesh
-from ironfn.report.evaluation import bits_per_byte, evaluate, target_bytes
+from ironfn.data import eval_batches
+from ironfn.layout.table import shard
+from ironfn.loss.lm import lm_loss
+from ironfn.mesh import fake
+from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.model.arch import complete
+from ironfn.model.tables import table
+from ironfn.report.evaluation import Evaluation, bits_per_byte, evaluate, target_bytes
+from ironfn.spec.records import ModelSpec
 from ironfn.types import Batch, LossSum, Params
+from property_tests.strategies import params_of
+from tests.data_stores import dataset, hold_store
 
 NO_BYTES = torch.ones(16, dtype=torch.int64)
 
@@ -159,33 +167,40 @@ def test_many_small_sums_are_added_without_loss() -> None:
     assert result.loss == (2.0**26 + 10_000) / 10_001
 
 
-class Pair:
-    """Be the back end of one of two ranks that run as threads."""
-
-    def __init__(self, shared: list[Tensor | None], barrier: threading.Barrier, index: int) -> None:
-        self.shared, self.barrier, self.index = shared, barrier, index
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.shared[self.index] = x
-        self.barrier.wait(timeout=30)
-        total = self.shared[0] + self.shared[1]  # type: ignore[operator]
-        self.barrier.wait(timeout=30)
-        return total
+# Several ranks, as threads with their places in a fake mesh.
 
 
-def test_two_ranks_give_the_scores_of_one_even_with_unequal_shares() -> None:
-    shares = [[rows((10, 1.0)), rows((3, 2.5)), rows((1, 8.0))], [rows((2, 4.0))]]
-    whole = evaluate(given_nats, {}, shares[0] + shares[1], SINGLE, NO_BYTES)
-    shared, barrier, results = [None, None], threading.Barrier(2), [None, None]
+@pytest.mark.parametrize("sizes", ["dp 2", "ep 2", "dp 2 ep 2"])
+def test_ranks_give_the_scores_of_one_even_with_unequal_shares(sizes: str) -> None:
+    """10 tokens at 1.0 and 2 at 4.0 on two ranks are 1.5 (perplexity 4.4817); ranks without a row add nothing."""
+    words = sizes.split()
+    mesh = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    shares = [rows((10, 1.0)), rows((2, 4.0)), rows((0, 0.0)), rows((0, 0.0))]
+    found = fake.run(lambda mesh: evaluate(given_nats, {}, [shares[mesh.share]], mesh, NO_BYTES), **mesh)
+    for each in found:
+        assert each == evaluate(given_nats, {}, shares[:2], SINGLE, NO_BYTES)
+        assert (each.loss, each.tokens) == (1.5, 12)
+        assert each.perplexity == pytest.approx(4.4817, abs=5e-5)
 
-    def run(index: int) -> None:
-        mesh = Mesh(dp=Axis("dp", 2, index, Pair(shared, barrier, index)))  # type: ignore[arg-type]
-        results[index] = evaluate(given_nats, {}, shares[index], mesh, NO_BYTES)  # type: ignore[call-overload]
 
-    ranks = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=60)
-    assert results == [whole, whole]
-    assert whole.loss == (10 + 7.5 + 8 + 8) / 16
+@pytest.mark.parametrize("attend", ["document", "row"])
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_a_model_scores_the_same_on_every_mesh_and_in_every_batch(batch: int, attend: str) -> None:
+    """Seven windows: neither two nor four ranks get equally many, and a rank that stood aside would stop the others."""
+    documents = [[*range(1 + n % 3, 10 - n % 4), 0] for n in range(9)]
+    data = dataset((hold_store(documents, vocab_size=12),), 8, attend=attend)
+    arch = complete(ModelSpec(width=16, layers=1, heads=2, ffn=8, context=8, init_std=0.5, pad_vocab_to=2), 12)
+    params = params_of(arch)
+
+    def score(mesh: Mesh) -> Evaluation:
+        batches = (
+            {**b, "weight": b["weight"].double()} for b in eval_batches(data, batch, None, mesh.share, mesh.shares)
+        )
+        return evaluate(lm_loss(arch), shard(params, table(False), mesh), batches, mesh, data.byte_lengths)
+
+    whole = score(SINGLE)
+    assert whole.tokens == data.tokens
+    for sizes in ({"dp": 2}, {"dp": 4}, {"dp": 2, "ep": 2}, {"dp": 2, "tp": 2}):
+        for found in fake.run(score, **sizes):
+            assert (found.tokens, found.bytes) == (whole.tokens, whole.bytes)
+            assert found.loss == pytest.approx(whole.loss, rel=1e-12)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from drivers import build
+from drivers import build, watch
 from drivers import run as driver
 from drivers.main import EX_CONFIG, main
 from drivers.signals import EXIT_STOPPED
@@ -220,19 +220,21 @@ def test_a_run_that_was_stopped_is_the_run_that_never_was(
     folder: Path, whole: RunSpec, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     spec = load(folder, f"stopped-{step}")
-    assert stopped_and_resumed(monkeypatch, spec, driver.Watch, "step", step) == step
+    assert stopped_and_resumed(monkeypatch, spec, watch.Watch, "step", step) == step
     same_run(spec, whole)
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "step"), [("evaluate", 1, 1), ("evaluate", 2, 5), ("continuation", 2, 5), ("save", 1, 5)]
+    ("name", "call", "step"),
+    [("watch.evaluate", 1, 1), ("watch.evaluate", 2, 5), ("watch.continuation", 2, 5), ("run.save", 1, 5)],
 )
 def test_a_signal_during_evaluation_sampling_or_a_save_is_heard_at_the_next_edge(
     folder: Path, whole: RunSpec, monkeypatch: pytest.MonkeyPatch, name: str, call: int, step: int
 ) -> None:
     """The first evaluation comes before any step; a signal during a save waits for the step after it."""
     spec = load(folder, f"{name}-{call}")
-    stopped = stopped_and_resumed(monkeypatch, spec, driver, name, call)
+    module, _, function = name.partition(".")
+    stopped = stopped_and_resumed(monkeypatch, spec, {"run": driver, "watch": watch}[module], function, call)
     assert stopped == step
     same_run(spec, whole)
 
@@ -250,7 +252,7 @@ def test_every_kind_of_run_resumes_to_the_bit(folder: Path, monkeypatch: pytest.
     preset, overrides = VARIANTS[variant]
     spec, straight = (load(folder, f"{variant}-{i}", *overrides, preset=preset) for i in range(2))
     assert driver.run(straight) == 0
-    assert stopped_and_resumed(monkeypatch, spec, driver.Watch, "step", 6) == 6
+    assert stopped_and_resumed(monkeypatch, spec, watch.Watch, "step", 6) == 6
     same_run(spec, straight)
     rows = [row for row in story(spec) if row["kind"] == "train"]
     assert len({row["batch"] for row in rows}) == 12, "no batch came twice"
@@ -268,7 +270,7 @@ def test_a_run_that_died_repeats_what_its_checkpoint_had_not_seen(
 
     spec = load(folder, "died")
     with monkeypatch.context() as patch:
-        interrupt(patch, driver.Watch, "step", 8, die)
+        interrupt(patch, watch.Watch, "step", 8, die)
         with pytest.raises(MemoryError):
             driver.run(spec)
     assert [row["step"] for row in story(spec)][-1] == 7
@@ -281,7 +283,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
 ) -> None:
     spec = load(folder, "damaged")
     with monkeypatch.context() as patch:
-        interrupt(patch, driver.Watch, "step", 10, terminate)
+        interrupt(patch, watch.Watch, "step", 10, terminate)
         assert driver.run(spec) == EXIT_STOPPED
     shard = next((place(spec) / "checkpoints/step-00000010").glob("*.safetensors"))
     raw = bytearray(shard.read_bytes())

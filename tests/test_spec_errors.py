@@ -230,7 +230,10 @@ def test_values(tmp_path: Path, text: str, line: str) -> None:
 
 def test_the_mesh_has_to_fill_the_processes(tmp_path: Path) -> None:
     lines = faults(tmp_path, "mesh: {dp: 2, tp: 2}", ranks=2)
-    assert lines == ["run.yaml:1:7 mesh: dp 2 x tp 2 x ep 1 needs 4 processes and 2 run here"]
+    assert lines == [
+        "run.yaml:1:7 mesh: dp 2 x tp 2 x ep 1 needs 4 processes and 2 run here; "
+        "start them with `torchrun --nproc-per-node 4 -m ironfn …`, or set mesh.dp to 1"
+    ]
 
 
 def test_a_learning_rate_in_yaml_1_2_is_a_number(tmp_path: Path) -> None:

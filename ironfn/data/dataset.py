@@ -78,6 +78,19 @@ def batch_at(dataset: Dataset, step: int, rows: int, seed: int) -> Batch:
     return rows_at(dataset, range(step * rows, (step + 1) * rows), seed)
 
 
+def share_at(dataset: Dataset, step: int, rows: int, seed: int, share: int, shares: int) -> Batch:
+    """Return one of ``shares`` contiguous equal parts of the global batch of a step: what one rank trains on.
+
+    Joined in order, the shares are `batch_at`'s batch, whatever their number: a run may go on over other ranks.
+    ValueError where the rows do not divide.
+    """
+    if rows % shares:
+        raise ValueError(f"{shares} shares cannot be cut evenly from {rows} rows; change train.batch or mesh")
+    mine = rows // shares
+    first = step * rows + share * mine
+    return rows_at(dataset, range(first, first + mine), seed)
+
+
 def rows_at(dataset: Dataset, rows: Sequence[int], seed: int) -> Batch:
     """Return any global rows, in the order given: a rank may fetch its own and sees what batch_at would show."""
     numbers = np.asarray(rows, np.int64)
@@ -100,18 +113,32 @@ def place(dataset: Dataset, rows: NDArray[np.int64], seed: int) -> tuple[NDArray
     return sets, windows
 
 
-def eval_batches(dataset: Dataset, rows: int, limit: int | None = None) -> Iterator[Batch]:
+def eval_batches(
+    dataset: Dataset, rows: int, limit: int | None = None, share: int = 0, shares: int = 1
+) -> Iterator[Batch]:
     """Yield every window once in a fixed order, ``rows`` at a time; the last batch is short, never filled with copies.
 
-    limit: take this many windows, evenly spread over all. ``row`` counts from 0.
+    limit: take this many windows, evenly spread over all. ``row`` counts from 0. With several shares each yields its
+    own windows, and every share as many batches of as many rows as the others, since their ranks compute together:
+    rows of weight 0 and segment -1 stand in where there are no windows left.
     """
     ends = np.cumsum((0, *dataset.windows))
     taken = dataset.rows if limit is None else min(limit, dataset.rows)
-    for first in range(0, taken, rows):
-        numbers = np.arange(first, min(first + rows, taken))
-        overall = numbers * dataset.rows // max(taken, 1)
+    for first in range(0, taken, rows * shares):
+        size = -(-min(rows * shares, taken - first) // shares)
+        numbers = first + share * size + np.arange(size)
+        real = numbers < min(first + rows * shares, taken)
+        overall = np.where(real, numbers, 0) * dataset.rows // max(taken, 1)
         sets = np.searchsorted(ends, overall, "right") - 1
-        yield _tensors(_gather(dataset, sets, overall - ends[sets]), numbers)
+        yield _tensors(_emptied(_gather(dataset, sets, overall - ends[sets]), ~real, dataset.eos), numbers)
+
+
+def _emptied(rows: Arrays, empty: NDArray[np.bool_], eos: int) -> Arrays:
+    """Blank the rows that stand in for none."""
+    blank = {"tokens": eos, "targets": eos, "weight": 0.0, "position": 0, "segment": -1}
+    for name, values in rows.items() if empty.any() else ():
+        values[empty] = blank[name]
+    return rows
 
 
 def _gather(dataset: Dataset, sets: NDArray[np.int64], windows: NDArray[np.int64]) -> Arrays:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from ironfn import rng
-from ironfn.mesh.axis import SINGLE
+from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.transformer import head_weight, hidden
@@ -54,11 +55,13 @@ def continuation(
     stop: frozenset[int] = frozenset(),
     window: int | None = None,
     how: Forward = DEFAULT,
+    mesh: Mesh = SINGLE,
 ) -> Iterator[int]:
     """Yield up to ``tokens`` ids that follow the prompt, ending after one of ``stop``.
 
-    window: the last ids that the model looks at, by default its context. ValueError for an empty prompt, or an id
-    that the model does not know.
+    window: the last ids that the model looks at, by default its context. mesh: where ``params`` is a rank's part; every
+    rank goes through the whole of it and yields the same, which rank 0 has chosen. ValueError for an empty prompt, or an
+    id that the model does not know.
     """
     ids = list(prompt)
     if not ids:
@@ -66,12 +69,20 @@ def continuation(
     if not all(0 <= i < arch.vocab for i in ids):
         raise ValueError(f"the prompt holds ids outside the model's vocabulary of {arch.vocab}; use its own tokenizer")
     width = min(window or arch.context, arch.context)
-    weight = head_weight(params, arch)
+    mesh = evolve(mesh, sequence_parallel=False)  # positions come one by one: tp cannot share them out
+    weight = head_weight(params, arch, how)
     for number in range(tokens):
         seen = torch.tensor([ids[-width:]], device=weight.device)
-        last = hidden(params, {"tokens": seen}, arch, SINGLE, how)[0][0, -1]
-        logits = (last @ weight.to(last.dtype).t())[: arch.vocab].float()
-        ids.append(choose(logits, number))
+        last = hidden(params, {"tokens": seen}, arch, mesh, how)[0][0, -1]
+        logits = mesh.tp.backend.all_gather(last @ weight.to(last.dtype).t(), 0)[: arch.vocab].float()
+        ids.append(_of_rank_0(choose(logits, number), weight, mesh))
         yield ids[-1]
         if ids[-1] in stop:
             return
+
+
+def _of_rank_0(choice: int, like: Tensor, mesh: Mesh) -> int:
+    """Return rank 0's choice: ranks whose logits round differently must not part ways."""
+    if mesh.world.size == 1:
+        return choice
+    return int(mesh.world.backend.broadcast(torch.tensor([choice], device=like.device), 0))

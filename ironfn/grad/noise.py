@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ironfn import tree
-from ironfn.mesh.axis import Mesh
+from ironfn.mesh.axis import Mesh, sum_over_rows
 from ironfn.types import Batch, Loss, Params
 
 
@@ -28,7 +28,8 @@ def noise_scale(loss: Loss, params: Params, batch: Batch, mesh: Mesh, *, at_once
 
     With g_i the gradient of row i of n: ``noise`` tr Σ = (mean |g_i|² - |mean g_i|²) n / (n - 1), ``signal``
     |G|² = |mean g_i|² - noise / n; the scale is their ratio (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
-    NaN where the signal drowns. at_once: rows whose gradients are held at one time. ValueError for fewer than two rows.
+    NaN where the signal drowns. The parameters are whole on every rank, and the ranks have equally many rows.
+    at_once: rows whose gradients are held at one time. ValueError for fewer than two rows.
     """
     rows = len(batch["tokens"])
     squares, total = torch.zeros((), dtype=torch.float64), None
@@ -39,10 +40,10 @@ def noise_scale(loss: Loss, params: Params, batch: Batch, mesh: Mesh, *, at_once
         sums = [g.sum(0) for g in grads]
         total = sums if total is None else torch._foreach_add(total, sums)
     assert total is not None, "a batch has rows"
-    if mesh.dp.size > 1:
-        rows = rows * mesh.dp.size
-        squares = mesh.dp.backend.all_reduce(squares)
-        total = [mesh.dp.backend.all_reduce(part) for part in total]
+    if mesh.shares > 1:
+        rows = rows * mesh.shares
+        squares = sum_over_rows(squares.to(total[0].device), mesh)
+        total = [sum_over_rows(part, mesh) for part in total]
     if rows < 2:
         raise ValueError("the noise scale compares rows; give a batch of at least two")
     mean_square = float(squares) / rows

@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ironfn.mesh.axis import Mesh
+from ironfn.mesh.axis import Mesh, sum_over_rows
 from ironfn.types import Batch, Loss, Params
 
 
@@ -31,7 +31,9 @@ class Evaluation:
 
 
 def evaluate(loss: Loss, params: Params, batches: Iterable[Batch], mesh: Mesh, byte_lengths: Tensor) -> Evaluation:
-    """Score ``params`` on ``batches``, each rank of the data-parallel axis on its own, and return the scores of all.
+    """Score ``params`` on ``batches``, each rank on its own rows, and return the scores of all, the same on every rank.
+
+    The ranks compute together, so all of them give equally many batches (`data.dataset.eval_batches`).
 
     byte_lengths: int64 [vocabulary], the bytes that each id stands for; 0 for special ids. Targets of weight 0 are
     neither scored nor counted. Weights other than 0 and 1 scale the nats but not the bytes.
@@ -41,7 +43,7 @@ def evaluate(loss: Loss, params: Params, batches: Iterable[Batch], mesh: Mesh, b
     with torch.no_grad():
         for batch in batches:
             _add(sums, _parts(loss, params, batch, mesh, byte_lengths))
-    totals = _over_ranks(sums, mesh, byte_lengths.device)
+    totals = _over_ranks(sums, mesh)
     weight = totals.pop("weight", 0.0)
     if weight == 0.0:
         raise ValueError("the evaluation set has no target of weight above 0; prepare a longer one or score more rows")
@@ -100,12 +102,9 @@ def _add(sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
         sums[name] = sums[name] + value if name in sums else value
 
 
-def _over_ranks(sums: dict[str, Tensor], mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Return the sums over the data-parallel ranks, in one collective whatever number of batches each rank had."""
-    if mesh.dp.size == 1:
-        return {name: value.item() for name, value in sums.items()}
+def _over_ranks(sums: dict[str, Tensor], mesh: Mesh) -> dict[str, float]:
+    """Return the sums over the ranks that hold other rows, in one exchange."""
     if not sums:
-        raise ValueError(f"rank {mesh.dp.index} of the data-parallel axis has no batch to evaluate; score more rows")
-    names = sorted(sums)
-    reduced = mesh.dp.backend.all_reduce(torch.stack([sums[name] for name in names]))
-    return {name: value.item() for name, value in zip(names, reduced, strict=True)}
+        return {}
+    totals = sum_over_rows(torch.stack(list(sums.values())), mesh)
+    return dict(zip(sums, totals.tolist(), strict=True))

@@ -29,7 +29,7 @@ TITLES: Mapping[str, str] = {
 SMOOTHED_FROM = 60
 """As many rows get a smooth line."""
 MORE_CHARTS = 8
-"""As many metrics of the run's own as are drawn."""
+"""As many metrics of the run's own as are drawn; those with a slash, of single experts, are left to metrics.jsonl."""
 
 
 def write_report(run_dir: str | Path, commands: Mapping[str, str] | None = None) -> Path:
@@ -114,7 +114,7 @@ def _median(series: Points) -> float | None:
 
 
 def _charts(run: Run) -> str:
-    own = sorted(name for kind, name in run.columns if kind == "train" and name not in PLAIN)
+    own = sorted(name for kind, name in run.columns if kind == "train" and name not in PLAIN and "/" not in name)
     charts = [
         Chart("Loss (nats per token)", _both(run, "loss"), _note(run), wide=True),
         Chart(TITLES["bits_per_byte"], _both(run, "bits_per_byte")),

@@ -24,7 +24,7 @@ _NAMES: Mapping[str, float] = {"NaN": math.nan, "Infinity": math.inf, "-Infinity
 
 @frozen(kw_only=True)
 class RunRow:
-    """Say once, at step 0, what the run's other rows rest on.
+    """Say what the rows that follow rest on: at step 0, and again where a run goes on with another number of devices.
 
     parameters: numbers in the model. flops_per_token: forward and backward. peak_flops: of one device, in FLOP/s.
     tokens_per_step: target positions of one step, over all ranks. device: its name.

@@ -90,6 +90,8 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "mesh.dp": _at_least(1),
         "mesh.tp": _at_least(1),
         "mesh.ep": _at_least(1),
+        "mesh.bucket_mb": _at_least(1),
+        "mesh.timeout": ABOVE_ZERO,
         "train.steps": _at_least(1),
         "train.batch": _between(1, 1 << 24),
         "train.micro_batch": _at_least(1),
@@ -229,9 +231,30 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
     if mesh.fsdp and mesh.zero1:
         what = "fsdp shares the optimizer's state out already; leave zero1 out"
         yield (("mesh", "zero1"), ("mesh", "fsdp")), what
+    if mesh.sequence_parallel and spec.data.length % mesh.tp:
+        what = f"{mesh.tp} ranks cannot share the positions of rows of {spec.data.length} tokens evenly"
+        yield (("mesh", "sequence_parallel"), ("data", "length"), ("mesh", "tp")), what
+    if model.moe.experts % mesh.ep:
+        what = f"{mesh.ep} ranks cannot share {model.moe.experts} experts evenly (model.moe.experts)"
+        yield (("mesh", "ep"), ("model", "moe", "experts")), what
+    yield from _whole_only(spec)
     if spec.train.batch % (mesh.dp * mesh.ep):
         what = f"{mesh.dp * mesh.ep} ranks (dp x ep) cannot share {spec.train.batch} rows evenly"
         yield (("train", "batch"), ("mesh", "dp"), ("mesh", "ep")), what
+
+
+def _whole_only(spec: RunSpec) -> Iterator[Found]:
+    """Refuse what needs every parameter whole on each rank, and no exchange inside the model, on other meshes."""
+    mesh, moe, train = spec.mesh, spec.model.moe, spec.train
+    splits = {"tp": mesh.tp > 1, "ep": mesh.ep > 1 and moe.experts > 0, "fsdp": mesh.fsdp}
+    split = next((name for name, does in splits.items() if does), None)
+    if train.compile and split is not None:
+        what = f"a compiled model cannot exchange anything between ranks; take mesh.{split} out, or this"
+        yield (("train", "compile"), ("mesh", split)), what
+    if train.noise_scale_every is not None and (split is not None or moe.experts):
+        at, why = (("mesh", split), f"mesh.{split}") if split else (("model", "moe", "experts"), "experts")
+        what = f"the gradient of single rows cannot be had with {why}; leave one of them out"
+        yield (("train", "noise_scale_every"), at), what
 
 
 def _train(spec: RunSpec) -> Iterator[Found]:
@@ -258,4 +281,7 @@ def _world(spec: RunSpec, ranks: int) -> Iterator[Found]:
     axes = {name: sizes[name] for name in ("dp", "tp", "ep")}
     if math.prod(axes.values()) != ranks:
         shape = " x ".join(f"{name} {size}" for name, size in axes.items())
-        yield (("mesh",),), f"{shape} needs {math.prod(axes.values())} processes and {ranks} run here"
+        remedy = f"start them with `torchrun --nproc-per-node {math.prod(axes.values())} -m ironfn …`"
+        rest = math.prod(axes.values()) // axes["dp"]
+        remedy += f", or set mesh.dp to {ranks // rest}" if ranks % rest == 0 else ""
+        yield (("mesh",),), f"{shape} needs {math.prod(axes.values())} processes and {ranks} run here; {remedy}"

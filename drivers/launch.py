@@ -1,0 +1,92 @@
+"""Find out which process of a run this is, from what torchrun, or whoever started it, wrote into the environment."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import frozen
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@frozen
+class Ranks:
+    """Tell which of ``size`` processes this is, and which of the ``local_size`` on this machine.
+
+    address, port: where they meet; None for a process alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str | None = None
+    port: int | None = None
+
+    @staticmethod
+    def here(environment: Mapping[str, str] = os.environ) -> Ranks:
+        """Read the environment. ValueError where what torchrun writes is there in part, or makes no sense."""
+        if "WORLD_SIZE" not in environment:
+            return Ranks()
+        size = _number(environment, "WORLD_SIZE", 1)
+        if size == 1:
+            return Ranks()
+        missing = [name for name in RANK_VARIABLES if name not in environment]
+        if missing:
+            raise ValueError(
+                f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set; start the ranks with torchrun"
+            )
+        rank = _number(environment, "RANK", 0, size)
+        local_size = _number(environment, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in environment else size
+        local_rank = _number(environment, "LOCAL_RANK", 0, local_size) if "LOCAL_RANK" in environment else rank
+        port = _number(environment, "MASTER_PORT", 1, 1 << 16)
+        return Ranks(rank, size, local_rank, local_size, environment["MASTER_ADDR"], port)
+
+    @property
+    def speaks(self) -> bool:
+        """Tell whether this process speaks for the machine before the ranks know of each other."""
+        return self.local_rank == 0
+
+
+def _number(environment: Mapping[str, str], name: str, low: int, end: int | None = None) -> int:
+    text = environment[name]
+    if not text.isdecimal() or int(text) < low or (end is not None and int(text) >= end):
+        limit = f"at least {low}" if end is None else f"from {low} to {end - 1}"
+        raise ValueError(f"the environment variable {name} is {text!r}, not a number {limit}; torchrun sets it")
+    return int(text)
+
+
+def processes() -> int:
+    """Count the processes of this run."""
+    return Ranks.here().size
+
+
+def threads(given: int | None, local_size: int) -> int | None:
+    """Return how many threads a rank computes with: those given, else its share of the cores; None if torch decides."""
+    if given is not None or local_size == 1:
+        return given
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_size)
+
+
+def command(spec: Path, size: int, local_size: int | None = None) -> str:
+    """Return the command that starts, or goes on with, the run of a spec on ``size`` ranks.
+
+    >>> command(Path("a.yaml"), 1)
+    'ironfn pretrain a.yaml'
+    >>> command(Path("a.yaml"), 4)
+    'torchrun --nproc-per-node 4 -m ironfn pretrain a.yaml'
+    >>> command(Path("a.yaml"), 16, 8)
+    'torchrun --nnodes 2 --nproc-per-node 8 … -m ironfn pretrain a.yaml'
+    """
+    local = local_size or size
+    if size == 1:
+        start = "ironfn"
+    elif local == size:
+        start = f"torchrun --nproc-per-node {size} -m ironfn"
+    else:  # where the nodes meet is not ours to know
+        start = f"torchrun --nnodes {-(-size // local)} --nproc-per-node {local} … -m ironfn"
+    return f"{start} pretrain {shlex.quote(str(spec))}"

@@ -1,0 +1,197 @@
+"""Watch a run: every rank measures and evaluates its part, one of them tells the file, the console and the trackers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+import xxhash
+from attrs import asdict, define, evolve
+from tokenizers import Tokenizer
+
+from ironfn.algo.step import Metrics, State
+from ironfn.generate.sampling import continuation, sampler
+from ironfn.mesh.axis import Mesh
+from ironfn.model.counting import flops_per_token, parameters
+from ironfn.report.evaluation import bits_per_byte, evaluate, target_bytes
+from ironfn.report.meter import Meter, peak_memory
+from ironfn.report.mfu import find_peak, mfu
+from ironfn.report.rows import EvaluationRow, MetricsFile, RunRow, TrainRow, Value, as_dict, read_rows, trim
+from ironfn.types import Batch
+
+from .build import Job, to_device
+from .console import Console
+from .rundir import RunDir
+from .trackers import Trackers, open_trackers
+
+KNOWN = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
+
+
+@define
+class Voice:
+    """Tell everyone who watches: only rank 0 has one."""
+
+    place: RunDir
+    console: Console
+    trackers: Trackers
+    rows: MetricsFile
+
+    def train(self, row: TrainRow, fingerprint: str, show: bool) -> None:
+        """Write a step's row, with the checksum of its batch. show: the console and the trackers hear of it as well.
+
+        Metrics of single experts, whose names have a slash, are for the file alone: there may be thousands.
+        """
+        self.rows.write(evolve(row, extra={**row.extra, "batch": fingerprint}))
+        if show:
+            row = evolve(row, extra={name: value for name, value in row.extra.items() if "/" not in name})
+            self.console.train(row)
+            self.trackers.log(row.step, as_dict(row))
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        """Write and show an evaluation."""
+        self.rows.write(row)
+        self.console.evaluation(row)
+        self.trackers.log(row.step, as_dict(row))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Write and show how the model continued a prompt."""
+        with self.place.samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        self.console.sample(step, prompt, text)
+        self.trackers.text(step, prompt, text)
+
+
+@define
+class Watch:
+    """Measure how the run goes, on all ranks together. peak: of one device; rank 0 knows it."""
+
+    job: Job
+    voice: Voice | None
+    meter: Meter
+    tokenizer: Tokenizer
+    flops: float
+    peak: float
+
+    def step(self, state: State, batch: Batch, metrics: Metrics) -> None:
+        """Record a step; show every ``report.log_every``-th."""
+        job, spec = self.job, self.job.spec
+        pace, left = self.meter.look(state.step, round(metrics["tokens"]))
+        size, memory, fingerprint = seen(batch, job.train.byte_lengths, job.mesh, job.device)
+        if self.voice is None:
+            return
+        extra: dict[str, Value] = {name: value for name, value in metrics.items() if name not in KNOWN}
+        row = TrainRow(
+            step=state.step,
+            loss=metrics["loss"],
+            bits_per_byte=bits_per_byte(metrics["loss"] * metrics["tokens"], size),
+            lr=metrics["lr"],
+            grad_norm=metrics["grad_norm"],
+            tokens_per_s=pace,
+            mfu=mfu(self.flops, pace, self.peak, devices=job.mesh.world.size),
+            memory=memory,
+            seconds=self.meter.seconds,
+            left=left,
+            skipped=state.skipped,
+            extra=extra,
+        )
+        shown = state.step % spec.report.log_every == 0 or state.step in (1, spec.train.steps)
+        self.voice.train(row, fingerprint, shown)
+
+    def look_closer(self, state: State) -> None:
+        """Evaluate on the validation split and continue the fixed prompts."""
+        job = self.job
+        with self.meter.away():
+            if (data := job.validation) is not None:
+                batches = (to_device(batch, job.device) for batch in job.eval_batches(data))
+                found = evaluate(job.eval_loss, state.params, batches, job.mesh, data.byte_lengths)
+                if self.voice is not None:
+                    self.voice.evaluation(EvaluationRow.of(found, step=state.step, seconds=self.meter.seconds))
+            for number, prompt in enumerate(job.spec.report.prompts):
+                text = self._continue(state, number, prompt)
+                if self.voice is not None:
+                    self.voice.sample(state.step, prompt, text)
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk."""
+        if self.voice is not None:
+            self.voice.rows.sync()
+
+    def _continue(self, state: State, number: int, prompt: str) -> str:
+        job = self.job
+        ids = [job.train.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        choose = sampler(0.8, 50, job.spec.train.seed, number)
+        new = continuation(
+            state.params, job.arch, ids, job.spec.report.sample_tokens, choose,
+            stop=frozenset([job.train.eos]), window=job.spec.data.length, how=job.how, mesh=job.mesh,
+        )  # fmt: skip
+        return self.tokenizer.decode(list(new))
+
+
+def seen(batch: Batch, byte_lengths: torch.Tensor, mesh: Mesh, device: torch.device) -> tuple[int, int, str]:
+    """Return the bytes that the targets of all ranks stand for, the most memory that one uses, and a fingerprint.
+
+    The fingerprint is that of the global batch, its rows in order: the same on every mesh, so that two runs' data can
+    be compared from their metrics. The ranks tell each other all of this in one exchange.
+    """
+    rows = [_row_checksum(batch, row) for row in range(len(batch["tokens"]))]
+    mine = torch.tensor([[int(target_bytes(batch, byte_lengths)), peak_memory(device), *rows]])
+    if mesh.world.size > 1:
+        mine = mesh.world.backend.all_gather(mine.to(device), 0).cpu()
+    shares = mine[:: mesh.tp.size]  # the ranks of tp saw the same rows
+    fingerprint = xxhash.xxh3_64_hexdigest(shares[:, 2:].contiguous().numpy().tobytes())
+    return int(shares[:, 0].sum()), int(mine[:, 1].max()), fingerprint
+
+
+def _row_checksum(batch: Batch, row: int) -> int:
+    """Return 63 bits, which fit a signed number."""
+    data = batch["tokens"][row].numpy().tobytes() + batch["targets"][row].numpy().tobytes()
+    return xxhash.xxh3_64_intdigest(data) >> 1
+
+
+@contextmanager
+def watching(job: Job, place: RunDir, console: Console, state: State, seconds: float) -> Generator[Watch]:
+    """Open the run's files at its present step: rows of steps that are to be taken again are dropped."""
+    meter = Meter(job.spec.train.steps, state.step, seconds, time.perf_counter)
+    tokenizer = Tokenizer.from_file(str(job.train.tokenizer))
+    flops = flops_per_token(job.arch, job.spec.data.length)
+    if not job.speaks:
+        yield Watch(job, None, meter, tokenizer, flops, 0.0)
+        return
+    spec, fresh = job.spec, state.step == 0
+    peak = find_peak(job.device, getattr(torch, spec.train.precision.compute), spec.report.peak_flops)
+    if place.samples.exists():
+        place.samples.write_bytes(b"") if fresh else trim(place.samples, state.step)
+    with MetricsFile.new(place.metrics) if fresh else MetricsFile.open(place.metrics, state.step) as rows:
+        opened = open_trackers(spec.report.trackers, place.path, asdict(spec), console.warn, state.step)
+        try:
+            if _devices(place) != job.mesh.world.size:  # at the start, and where the run goes on on another mesh
+                rows.write(_describe(job, flops, peak, state.step))
+            devices = f"{job.mesh.world.size} x {job.device.type}" if job.mesh.world.size > 1 else job.device
+            console.note(
+                f"{spec.name}: {parameters(job.arch) / 1e6:.1f} M parameters on {devices}, "
+                f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, {state.step}/{spec.train.steps} steps"
+            )
+            yield Watch(job, Voice(place, console, opened, rows), meter, tokenizer, flops, peak)
+        finally:
+            opened.close()
+
+
+def _devices(place: RunDir) -> int | None:
+    runs = [row for row in read_rows(place.metrics) if row.get("kind") == "run"]
+    return runs[-1].get("devices") if runs else None
+
+
+def _describe(job: Job, flops: float, peak: float, step: int) -> RunRow:
+    spec = job.spec
+    return RunRow(
+        step=step,
+        parameters=parameters(job.arch),
+        flops_per_token=flops,
+        peak_flops=peak,
+        devices=job.mesh.world.size,
+        tokens_per_step=spec.train.batch * spec.data.length,
+        device=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+    )
