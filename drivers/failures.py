@@ -34,7 +34,7 @@ def in_a_line(error: BaseException) -> str | None:
     """Say in a line what the user or the machine did: a value, a file, memory, a rank. None for a fault of ours."""
     if isinstance(error, click.ClickException):
         return error.format_message()
-    if isinstance(error, ValueError) or type(error).__name__ == "MeshError":
+    if isinstance(error, ValueError) or _is_of_the_mesh(error):
         return str(error)
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror or error)
@@ -43,6 +43,14 @@ def in_a_line(error: BaseException) -> str | None:
         first = text.split("\n", 1)[0]
         return f"not enough memory ({first}): lower train.batch or set train.micro_batch, or choose a smaller model"
     return None
+
+
+def _is_of_the_mesh(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    from ironfn.mesh.call import MeshError
+
+    return isinstance(error, MeshError)
 
 
 def together(mesh: Mesh, device: torch.device, work: Callable[[], T]) -> T:

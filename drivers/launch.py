@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import frozen
+
+if TYPE_CHECKING:
+    import torch
+
+    from ironfn.mesh.axis import Mesh
+    from ironfn.spec.records import RunSpec
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -16,15 +24,18 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Ranks:
     """Tell which of ``size`` processes this is, and which of the ``local_size`` on this machine.
 
-    address, port: where they meet; None for a process alone.
+    address, port: where they meet; "" and 0 for a process alone. hosted: whether the launcher keeps the store there.
+    attempt: how often the launcher has started the run anew.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    address: str | None = None
-    port: int | None = None
+    address: str = ""
+    port: int = 0
+    hosted: bool = False
+    attempt: int = 0
 
     @staticmethod
     def here(environment: Mapping[str, str] = os.environ) -> Ranks:
@@ -43,7 +54,9 @@ class Ranks:
         local_size = _number(environment, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in environment else size
         local_rank = _number(environment, "LOCAL_RANK", 0, local_size) if "LOCAL_RANK" in environment else rank
         port = _number(environment, "MASTER_PORT", 1, 1 << 16)
-        return Ranks(rank, size, local_rank, local_size, environment["MASTER_ADDR"], port)
+        hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0) if hosted else 0
+        return Ranks(rank, size, local_rank, local_size, environment["MASTER_ADDR"], port, hosted, attempt)
 
     @property
     def speaks(self) -> bool:
@@ -62,6 +75,36 @@ def _number(environment: Mapping[str, str], name: str, low: int, end: int | None
 def processes() -> int:
     """Count the processes of this run."""
     return Ranks.here().size
+
+
+@contextmanager
+def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
+    """Join the processes of a run into the mesh of its spec; yield it, and the device of this rank.
+
+    ValueError for a device that is not there; MeshError where the others do not come within ``mesh.timeout`` seconds.
+    """
+    import torch
+
+    from ironfn.mesh.axis import SINGLE
+    from ironfn.mesh.processes import connect, tcp_store
+
+    from .build import pick_device
+
+    ranks = Ranks.here()
+    device = pick_device(spec.train.device, ranks.local_rank)
+    if ranks.size == 1:
+        yield SINGLE, device
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    serve, timeout = ranks.rank == 0 and not ranks.hosted, spec.mesh.timeout
+    store = tcp_store(ranks.address, ranks.port, serve=serve, attempt=ranks.attempt, timeout=timeout)
+    mesh, backend = spec.mesh, "nccl" if device.type == "cuda" else "gloo"
+    with connect(
+        store, ranks.rank, ranks.size, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep,
+        sequence_parallel=mesh.sequence_parallel, backend=backend, timeout=timeout,
+    ) as joined:  # fmt: skip
+        yield joined, device
 
 
 def threads(given: int | None, local_size: int) -> int | None:

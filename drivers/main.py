@@ -69,19 +69,26 @@ class Modes(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            if ctx.params["traceback"]:
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            line = None if ctx.params["traceback"] else in_a_line(error)
+            if line is None:
+                if (ranks := Ranks.here()).size > 1:
+                    click.echo(f"rank {ranks.rank}:", err=True)
                 raise
             from ironfn.spec.errors import SpecError
 
             if isinstance(error, SpecError):
-                _say_on_this_machine(str(error))
+                _say_on_this_machine(line)
                 ctx.exit(EX_CONFIG)
-            line = in_a_line(error)
-            if line is None:
-                raise
-            ranks = Ranks.here()
-            raise click.ClickException(f"rank {ranks.rank}: {line}" if ranks.size > 1 else line) from error
+            raise click.ClickException(_signed(line)) from error
+
+
+def _signed(line: str) -> str:
+    """Put the rank before what is wrong with it alone."""
+    name = f"rank {(ranks := Ranks.here()).rank}"
+    return line if ranks.size == 1 or line.startswith(f"{name} ") else f"{name}: {line}"
 
 
 def _say_on_this_machine(text: str) -> None:

@@ -9,7 +9,7 @@ import click
 
 from ironfn.spec.records import RunSpec
 
-from .launch import processes
+from .launch import launched, processes
 from .specs import takes_spec
 
 
@@ -21,8 +21,11 @@ def command(spec: RunSpec, override: bool, restart: bool) -> None:
     """Train a language model from random weights, or resume one.
 
     The run lives in OUT/NAME of the spec. Called again, it goes on from its newest whole checkpoint, bit for bit.
-    SIGTERM, SIGINT and SIGUSR1 save at the end of the step and exit with code 75.
+    SIGTERM, SIGINT and SIGUSR1 save at the end of the step and exit with code 75. Several ranks are started by
+    torchrun --nproc-per-node N -m ironfn pretrain SPEC, N being the product of the mesh.
     """
     from .run import run
 
-    sys.exit(run(spec, override=override, restart=restart))
+    with launched(spec) as (mesh, device):
+        code = run(spec, mesh=mesh, device=device, override=override, restart=restart)
+    sys.exit(code)

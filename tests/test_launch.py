@@ -31,6 +31,8 @@ def test_a_process_alone_is_rank_0_of_1() -> None:
 
 def test_torchruns_variables_tell_the_place() -> None:
     assert Ranks.here(TORCHRUN) == Ranks(5, 8, 1, 4, "n0", 29)
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Ranks.here(TORCHRUN | elastic) == Ranks(5, 8, 1, 4, "n0", 29, hosted=True, attempt=2)
     bare = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     assert Ranks.here(bare) == Ranks(5, 8, 5, 8, "n0", 29), "one machine, where nothing else is said"
 

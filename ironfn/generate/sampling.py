@@ -60,8 +60,8 @@ def continuation(
     """Yield up to ``tokens`` ids that follow the prompt, ending after one of ``stop``.
 
     window: the last ids that the model looks at, by default its context. mesh: where ``params`` is a rank's part; every
-    rank goes through the whole of it and yields the same, which rank 0 has chosen. ValueError for an empty prompt, or an
-    id that the model does not know.
+    rank goes through the whole of it and yields the same, which rank 0 has chosen. ValueError for an empty prompt, or
+    an id that the model does not know.
     """
     ids = list(prompt)
     if not ids:
