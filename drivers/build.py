@@ -13,19 +13,19 @@ from ironfn.data import Dataset, eval_batches, open_dataset, share_at
 from ironfn.grad.noise import noise_scale
 from ironfn.grad.remat import recompute
 from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
+from ironfn.layout.fsdp import fetch
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout, by_mask, by_span, written_out
 from ironfn.model.forward import Forward, keep
-from ironfn.model.init import abstract, init
-from ironfn.model.tables import table
+from ironfn.model.init import init
 from ironfn.model.transformer import hidden
-from ironfn.optim.optimizer import Optimizer
-from ironfn.optim.presets import make_optimizer
 from ironfn.optim.schedules import make_schedule
 from ironfn.spec.records import PrecisionSpec, RunSpec
 from ironfn.types import Batch, Loss
+
+from .places import Places, places
 
 ON_NONFINITE = {"stop": stop, "skip": skip}
 
@@ -45,7 +45,7 @@ class Job:
     train: Dataset
     validation: Dataset | None
     eval_loss: Loss
-    optimizer: Optimizer
+    places: Places
     step: Step
 
     @property
@@ -68,9 +68,9 @@ class Job:
         """Return the state before the first step."""
         spec = self.spec.train
         dtype = getattr(torch, spec.precision.params)
-        layout = table(self.spec.mesh.sequence_parallel)
-        params = tree.map(lambda x: x.to(self.device), init(self.arch, spec.seed, layout, self.mesh, dtype))
-        return State(0, params, self.optimizer.init(params))
+        params = init(self.arch, spec.seed, self.places.params, self.mesh, dtype)
+        params = tree.map(lambda x: x.to(self.device), params)
+        return State(0, params, self.places.optimizer.init(params))
 
     def noise(self, state: State, batch: Batch) -> dict[str, float]:
         """Measure the gradient noise scale on a batch."""
@@ -113,7 +113,12 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     arch = complete(spec.model, train.vocab_size)
     if arch.positions == "learned" and spec.data.length > arch.context:
         raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
+    where = places(spec, arch, mesh)
+    if mesh.tp.size > 1 or (mesh.dp.size > 1 and (spec.mesh.zero1 or spec.mesh.fsdp)):
+        raise ValueError("checkpoints of shares cannot be saved yet; take mesh.tp, mesh.zero1 and mesh.fsdp out")
     plain = forward(spec.train.precision)
+    if spec.mesh.fsdp:
+        plain = evolve(plain, fetch=fetch(where.params, mesh))
     how = evolve(
         plain,
         attention=by_mask if spec.train.compile else by_span,
@@ -122,8 +127,6 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     )
     body = torch.compile(hidden, fullgraph=True, dynamic=False) if spec.train.compile else hidden
     chunk = spec.train.loss_chunk
-    dtype = getattr(torch, spec.train.precision.params)
-    optimizer = make_optimizer(spec.optim, abstract(arch, dtype))
     return Job(
         spec=spec,
         arch=arch,
@@ -133,13 +136,15 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         train=train,
         validation=open_dataset(spec.data, "validation") if spec.data.split.validation else None,
         eval_loss=lm_loss(arch, plain, chunk=chunk),
-        optimizer=optimizer,
+        places=where,
         step=make_step(
             _gradient(lm_loss(arch, how, chunk=chunk, body=body), spec),
-            optimizer,
+            where.optimizer,
             make_schedule(spec.optim.schedule, spec.optim.lr, spec.train.steps),
-            table=table(spec.mesh.sequence_parallel),
+            table=where.params,
             mesh=mesh,
+            updates=where.updates,
+            bucket_bytes=spec.mesh.bucket_mb << 20,
             clip=spec.optim.clip,
             on_nonfinite=ON_NONFINITE[spec.optim.nonfinite],
             donate=True,

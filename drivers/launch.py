@@ -86,6 +86,7 @@ def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
     import torch
 
     from ironfn.mesh.axis import SINGLE
+    from ironfn.mesh.call import MeshError
     from ironfn.mesh.processes import connect, tcp_store
 
     from .build import pick_device
@@ -104,7 +105,10 @@ def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
         store, ranks.rank, ranks.size, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep,
         sequence_parallel=mesh.sequence_parallel, backend=backend, timeout=timeout,
     ) as joined:  # fmt: skip
-        yield joined, device
+        try:
+            yield joined, device
+        except MeshError as error:
+            raise error if ranks.hosted else MeshError(f"{error} (rank 0 holds the store)") from error
 
 
 def threads(given: int | None, local_size: int) -> int | None:

@@ -80,7 +80,7 @@ class Ranks:
         """Return the exit codes of these ranks, None for one that still runs after so many seconds."""
         end = time.monotonic() + seconds
         chosen = [self.all[rank] for rank in (range(self.n) if of is None else of)]
-        while not all([rank.ended() for rank in chosen]) and time.monotonic() < end:
+        while {rank.ended() for rank in chosen} != {True} and time.monotonic() < end:
             time.sleep(0.01)
         return [rank.code for rank in chosen]
 
@@ -89,7 +89,7 @@ class Ranks:
         end = time.monotonic() + seconds
         while not seen():
             assert time.monotonic() < end
-            assert not any([rank.ended() for rank in self.all]), [rank.errors for rank in self.all]
+            assert {rank.ended() for rank in self.all} == {False}, [rank.errors for rank in self.all]
             time.sleep(0.005)
 
     def _fork(self, rank: int, port: int) -> Rank:

@@ -1,4 +1,4 @@
-"""Signals, deaths and errors of single ranks, in real processes over gloo: one decision on all, and a run that goes on."""
+"""Signals, deaths and errors of single ranks, in real processes over gloo: one decision on all, and a run goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -16,8 +17,10 @@ import drivers.build
 import drivers.watch
 from drivers.signals import EXIT_STOPPED
 from ironfn import checkpoint
+from ironfn.mesh.axis import Mesh
 from ironfn.report.rows import read_rows
 from ironfn.spec.records import RunSpec
+from ironfn.types import Batch, Loss, LossSum, Params
 from tests.ranks import Ranks, before_step, send
 from tests.test_run import folder, load, place, same_run, spec_file
 
@@ -119,15 +122,20 @@ def test_a_stopped_rank_is_given_up_after_the_timeout(folder: Path) -> None:
 
 
 def poisoned(rank: int) -> None:
-    """Make the weights of rank 1 not a number in step 3."""
+    """Make the loss of rank 1 not a number in step 2, the third: its rows are 10 and 11."""
     if rank == 1:
-        rows = drivers.build.share_at
+        make = drivers.build.lm_loss
 
-        def share_at(data: Any, step: int, *rest: Any) -> Any:
-            batch = rows(data, step, *rest)
-            return batch | {"weight": batch["weight"] * float("nan")} if step == 2 else batch
+        def lm_loss(*arguments: Any, **named: Any) -> Loss:
+            right = make(*arguments, **named)
 
-        drivers.build.share_at = share_at
+            def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
+                out = right(params, batch, mesh)
+                return attrs.evolve(out, total=out.total * float("nan")) if 10 in batch["row"] else out
+
+            return loss
+
+        drivers.build.lm_loss = lm_loss
 
 
 def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_one_message(folder: Path) -> None:

@@ -47,7 +47,15 @@ def same_story(found: RunSpec, expected: RunSpec) -> None:
                 assert value == theirs[name], (name, mine["step"])
 
 
-@pytest.mark.parametrize("mesh", ["mesh.dp=2", "mesh.dp=4", "mesh.dp=2 train.micro_batch=1", "mesh.ep=2"])
+MESHES = [
+    "mesh.dp=2",
+    "mesh.dp=4",
+    "mesh.dp=2 train.micro_batch=1",
+    "mesh.ep=2",
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_on_ranks_tells_what_one_process_tells(folder: Path, alone: RunSpec, mesh: str) -> None:
     spec = load(folder, re.sub(r"\W+", "-", mesh), *TIED, *mesh.split())
     assert ranks(spec) == [0] * (spec.mesh.dp * spec.mesh.tp * spec.mesh.ep)
