@@ -8,7 +8,8 @@ import torch
 from attrs import evolve, frozen
 
 from ironfn import tree
-from ironfn.algo.step import State, Step, make_step, skip, stop
+from ironfn.algo.experts import router_bias, watch_experts
+from ironfn.algo.step import State, Step, make_step, skip, stop, unmoved
 from ironfn.data import Dataset, eval_batches, open_dataset, share_at
 from ironfn.grad.noise import noise_scale
 from ironfn.grad.remat import recompute
@@ -23,7 +24,7 @@ from ironfn.model.init import init
 from ironfn.model.transformer import hidden
 from ironfn.optim.schedules import make_schedule
 from ironfn.spec.records import PrecisionSpec, RunSpec
-from ironfn.types import Batch, Loss
+from ironfn.types import Batch, Loss, Params
 
 from .places import Places, places
 
@@ -70,10 +71,12 @@ class Job:
         dtype = getattr(torch, spec.precision.params)
         params = init(self.arch, spec.seed, self.places.params, self.mesh, dtype)
         params = tree.map(lambda x: x.to(self.device), params)
-        return State(0, params, self.places.optimizer.init(params))
+        fixed = tree.map(lambda x: x.to(self.device), router_bias(self.arch))
+        extra: Params = {"fixed": fixed} if fixed else {}
+        return State(0, params, self.places.optimizer.init(params), extra=extra)
 
     def noise(self, state: State, batch: Batch) -> dict[str, float]:
-        """Measure the gradient noise scale on a batch."""
+        """Measure the gradient noise scale on a batch. The spec has no experts then."""
         loss = lm_loss(self.arch, evolve(self.how, attention=written_out), chunk=self.spec.train.loss_chunk)
         return noise_scale(loss, state.params, batch, self.mesh)
 
@@ -124,6 +127,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         attention=by_mask if spec.train.compile else by_span,
         run=recompute if spec.train.remat else keep,
         dropout=Dropout(arch.dropout, spec.train.seed) if arch.dropout else None,
+        jitter=spec.train.seed if arch.moe is not None and arch.moe.jitter else None,
     )
     body = torch.compile(hidden, fullgraph=True, dynamic=False) if spec.train.compile else hidden
     chunk = spec.train.loss_chunk
@@ -135,7 +139,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         device=device,
         train=train,
         validation=open_dataset(spec.data, "validation") if spec.data.split.validation else None,
-        eval_loss=lm_loss(arch, plain, chunk=chunk),
+        eval_loss=lm_loss(arch, plain, chunk=chunk, penalties=False),
         places=where,
         step=make_step(
             _gradient(lm_loss(arch, how, chunk=chunk, body=body), spec),
@@ -144,6 +148,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
             table=where.params,
             mesh=mesh,
             updates=where.updates,
+            carry=unmoved if arch.moe is None else watch_experts(arch),
             bucket_bytes=spec.mesh.bucket_mb << 20,
             clip=spec.optim.clip,
             on_nonfinite=ON_NONFINITE[spec.optim.nonfinite],

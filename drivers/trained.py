@@ -9,6 +9,7 @@ from attrs import frozen
 from tokenizers import Tokenizer
 
 from ironfn import checkpoint, tree
+from ironfn.algo.step import State
 from ironfn.data.preparation import TOKENIZER
 from ironfn.data.tokenizer import load
 from ironfn.model.arch import Arch
@@ -48,15 +49,16 @@ def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
     found = folder if (folder / "manifest.msgpack").exists() else checkpoint.newest(folder, say)
     if found is None:
         raise ValueError(f"{path} holds no checkpoint; train one with `ironfn pretrain`")
-    params, meta = checkpoint.load(found, keep=lambda leaf: leaf.startswith("params/"))
+    saved, meta = checkpoint.load(found, keep=lambda leaf: leaf.startswith(("params/", "extra/fixed/")))
     spec, arch = structure(meta["spec"], RunSpec), structure(meta["arch"], Arch)
     if isinstance(spec, list) or isinstance(arch, list):
         raise ValueError(f"{found} was written by ironfn {meta['ironfn']}, whose specs this version does not read")
     beside = found.parent.parent / TOKENIZER
     vocabulary = load(beside if beside.exists() else Path(spec.data.dir) / TOKENIZER, spec.data.tokenizer.eos)
     say(f"{found}, step {meta['step']}")
+    extra = tree.branch(saved, "extra") if "extra" in saved else {}
     return Trained(
-        params=tree.branch(params, "params"),
+        params=State(meta["step"], tree.branch(saved, "params"), {}, extra=extra).model,
         arch=arch,
         how=forward(spec.train.precision),
         tokenizer=vocabulary.tokenizer,

@@ -82,11 +82,12 @@ class Watch:
         size, memory, fingerprint = seen(batch, job.train.byte_lengths, job.mesh, job.device)
         if self.voice is None:
             return
+        nats = metrics.get("cross_entropy", metrics["loss"])  # a loss may hold penalties that are no text
         extra: dict[str, Value] = {name: value for name, value in metrics.items() if name not in KNOWN}
         row = TrainRow(
             step=state.step,
             loss=metrics["loss"],
-            bits_per_byte=bits_per_byte(metrics["loss"] * metrics["tokens"], size),
+            bits_per_byte=bits_per_byte(nats * metrics["tokens"], size),
             lr=metrics["lr"],
             grad_norm=metrics["grad_norm"],
             tokens_per_s=pace,
@@ -106,7 +107,7 @@ class Watch:
         with self.meter.away():
             if (data := job.validation) is not None:
                 batches = (to_device(batch, job.device) for batch in job.eval_batches(data))
-                found = evaluate(job.eval_loss, state.params, batches, job.mesh, data.byte_lengths)
+                found = evaluate(job.eval_loss, state.model, batches, job.mesh, data.byte_lengths)
                 if self.voice is not None:
                     self.voice.evaluation(EvaluationRow.of(found, step=state.step, seconds=self.meter.seconds))
             for number, prompt in enumerate(job.spec.report.prompts):
@@ -124,7 +125,7 @@ class Watch:
         ids = [job.train.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
         choose = sampler(0.8, 50, job.spec.train.seed, number)
         new = continuation(
-            state.params, job.arch, ids, job.spec.report.sample_tokens, choose,
+            state.model, job.arch, ids, job.spec.report.sample_tokens, choose,
             stop=frozenset([job.train.eos]), window=job.spec.data.length, how=job.how, mesh=job.mesh,
         )  # fmt: skip
         return self.tokenizer.decode(list(new))

@@ -17,6 +17,7 @@ from tests.test_run import PACE, folder, load, place, samples
 __all__ = ["folder"]
 
 TIED = ("model.pad_vocab_to=4", "report.sample_tokens=8")
+EXPERTS = (*TIED, "model.moe.experts=4", "model.moe.bias_rate=0.01", "model.moe.z_weight=0.001", "model.moe.jitter=0.1")
 
 
 def ranks(spec: RunSpec) -> list[int]:
@@ -27,7 +28,16 @@ def ranks(spec: RunSpec) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> RunSpec:
-    spec = load(folder, "alone", *TIED)
+    return run_alone(folder, "alone", *TIED)
+
+
+@pytest.fixture(scope="module")
+def experts_alone(folder: Path) -> RunSpec:
+    return run_alone(folder, "experts-alone", *EXPERTS)
+
+
+def run_alone(folder: Path, name: str, *overrides: str) -> RunSpec:
+    spec = load(folder, name, *overrides)
     assert driver.run(spec) == 0
     return spec
 
@@ -47,18 +57,33 @@ def same_story(found: RunSpec, expected: RunSpec) -> None:
                 assert value == theirs[name], (name, mine["step"])
 
 
-MESHES = [
-    "mesh.dp=2",
-    "mesh.dp=4",
-    "mesh.dp=2 train.micro_batch=1",
-    "mesh.ep=2",
-]
+def hold_to(alone: RunSpec, folder: Path, mesh: str, *overrides: str) -> RunSpec:
+    """Train on a mesh and hold what is told to what one process told; return the spec."""
+    spec = load(folder, re.sub(r"\W+", "-", f"{alone.name} {mesh}"), *overrides, *mesh.split())
+    size = spec.mesh.dp * spec.mesh.tp * spec.mesh.ep
+    assert ranks(spec) == [0] * size
+    same_story(spec, alone)
+    assert samples(spec) == samples(alone)
+    assert [row["devices"] for row in told(spec) if row["kind"] == "run"] == [size]
+    return spec
+
+
+MESHES = ["mesh.dp=2", "mesh.dp=4", "mesh.dp=2 train.micro_batch=1"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_on_ranks_tells_what_one_process_tells(folder: Path, alone: RunSpec, mesh: str) -> None:
-    spec = load(folder, re.sub(r"\W+", "-", mesh), *TIED, *mesh.split())
-    assert ranks(spec) == [0] * (spec.mesh.dp * spec.mesh.tp * spec.mesh.ep)
-    same_story(spec, alone)
-    assert samples(spec) == samples(alone)
-    assert next(row["devices"] for row in told(spec)) == spec.mesh.dp * spec.mesh.tp * spec.mesh.ep
+    hold_to(alone, folder, mesh, *TIED)
+
+
+@pytest.mark.parametrize("mesh", ["mesh.ep=2", "mesh.dp=2 mesh.ep=2"])
+def test_a_run_with_experts_tells_what_one_process_tells(
+    folder: Path, alone: RunSpec, experts_alone: RunSpec, mesh: str
+) -> None:
+    """Loads of single experts and all; the routers' biases are carried from step to step and read by every sample."""
+    spec = hold_to(experts_alone, folder, mesh, *EXPERTS)
+    last, dense = (next(row for row in told(s) if row["kind"] == "train" and row["step"] == 12) for s in (spec, alone))
+    assert sum(last[f"load/0/{expert}"] for expert in range(4)) == pytest.approx(4)
+    assert last["cross_entropy"] < last["loss"]
+    bits = last["bits_per_byte"] / last["cross_entropy"]
+    assert bits == pytest.approx(dense["bits_per_byte"] / dense["loss"]), "the same text, and penalties are none of it"

@@ -35,6 +35,11 @@ class State:
     skipped: int = 0
     extra: Params = field(factory=dict)
 
+    @property
+    def model(self) -> Params:
+        """Return all that the forward pass sees: the parameters, and the fixed leaves beside them."""
+        return tree.merge(self.params, tree.branch(self.extra, "fixed")) if "fixed" in self.extra else self.params
+
 
 Metrics: TypeAlias = dict[str, float]
 Step: TypeAlias = "Callable[[State, Batch], tuple[State, Metrics]]"

@@ -234,9 +234,6 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
     if mesh.sequence_parallel and spec.data.length % mesh.tp:
         what = f"{mesh.tp} ranks cannot share the positions of rows of {spec.data.length} tokens evenly"
         yield (("mesh", "sequence_parallel"), ("data", "length"), ("mesh", "tp")), what
-    if model.moe.experts % mesh.ep:
-        what = f"{mesh.ep} ranks cannot share {model.moe.experts} experts evenly (model.moe.experts)"
-        yield (("mesh", "ep"), ("model", "moe", "experts")), what
     yield from _whole_only(spec)
     if spec.train.batch % (mesh.dp * mesh.ep):
         what = f"{mesh.dp * mesh.ep} ranks (dp x ep) cannot share {spec.train.batch} rows evenly"
@@ -246,8 +243,7 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
 def _whole_only(spec: RunSpec) -> Iterator[Found]:
     """Refuse what needs every parameter whole on each rank, and no exchange inside the model, on other meshes."""
     mesh, moe, train = spec.mesh, spec.model.moe, spec.train
-    splits = {"tp": mesh.tp > 1, "ep": mesh.ep > 1 and moe.experts > 0, "fsdp": mesh.fsdp}
-    split = next((name for name, does in splits.items() if does), None)
+    split = "tp" if mesh.tp > 1 else "fsdp" if mesh.fsdp else None
     if train.compile and split is not None:
         what = f"a compiled model cannot exchange anything between ranks; take mesh.{split} out, or this"
         yield (("train", "compile"), ("mesh", split)), what
