@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ironfn import tree
 from ironfn.checkpoint import load, load_newest, save, verify
-from ironfn.checkpoint.write import DTYPES
+from ironfn.checkpoint.plan import DTYPES
 
 names = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="/"), min_size=1, max_size=4)
 scalars = (

@@ -13,12 +13,13 @@ import torch
 from ironfn import checkpoint, tree
 from ironfn.checkpoint import load, load_newest, newest, prune, read_manifest, save, steps, verify
 from ironfn.checkpoint import write as write_module
+from ironfn.checkpoint.plan import DTYPES
 
 
 def every_dtype() -> dict:
     generator = torch.Generator().manual_seed(0)
     leaves = {}
-    for dtype, name in write_module.DTYPES.items():
+    for dtype, name in DTYPES.items():
         raw = torch.randint(0, 2 if dtype == torch.bool else 256, (3, 5, 8), dtype=torch.uint8, generator=generator)
         leaves[name] = raw.view(dtype) if dtype != torch.bool else raw.to(torch.bool)
     return leaves

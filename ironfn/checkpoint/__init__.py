@@ -14,7 +14,7 @@ from ironfn.checkpoint.shards import Problem, read_manifest, step_of, verify
 
 if TYPE_CHECKING:
     from ironfn.checkpoint.read import Loaded, load, load_newest
-    from ironfn.checkpoint.write import save
+    from ironfn.checkpoint.saving import save
 
 __all__ = [
     "DISK",
@@ -38,7 +38,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "save":
-        from ironfn.checkpoint.write import save as found
+        from ironfn.checkpoint.saving import save as found
     elif name in ("Loaded", "load", "load_newest"):
         from ironfn.checkpoint import read
 

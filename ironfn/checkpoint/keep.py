@@ -37,14 +37,18 @@ def newest(directory: Path, warn: Callable[[str], None], *, restart: bool = Fals
             raise DamagedCheckpoint(f"{problems[0]}{more}")
         return path
 
-    return first_whole(directory, whole, warn, restart, files)
+    return first_whole(directory, list(steps(directory, files).values()), whole, warn, restart)
 
 
 def first_whole(
-    directory: Path, attempt: Callable[[Path], Found], warn: Callable[[str], None], restart: bool, files: Files
+    directory: Path,
+    candidates: list[Path],
+    attempt: Callable[[Path], Found],
+    warn: Callable[[str], None],
+    restart: bool,
 ) -> Found | None:
-    """Return what ``attempt`` makes of the newest checkpoint that does not make it raise DamagedCheckpoint."""
-    candidates = list(steps(directory, files).values())[::-1]
+    """Return what ``attempt`` makes of the last candidate that does not make it raise DamagedCheckpoint."""
+    candidates = candidates[::-1]
     for place, path in enumerate(candidates):
         try:
             return attempt(path)

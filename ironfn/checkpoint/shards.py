@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -119,18 +119,20 @@ class Shard:
     files: Files
     hash: Any
 
-    def read(self, entry: Entry, target: memoryview | None) -> None:
-        """Read one tensor into ``target``, or nowhere where that is None, and hold its bytes to its checksum."""
-        check, size = xxhash.xxh3_128(), entry.end - entry.begin
-        scratch = memoryview(bytearray(min(CHUNK, size) if target is None else 0))
+    def read(self, entry: Entry, parts: Iterable[memoryview]) -> None:
+        """Read one tensor into ``parts``, one after another, and hold its bytes to its checksum.
+
+        What a part got is hashed before the next one is asked for: they may be the same memory.
+        """
+        check, place = xxhash.xxh3_128(), self.start + entry.begin
         with _damage(self.name, entry.tensor):
-            for begin in range(0, size, CHUNK):
-                length = min(CHUNK, size - begin)
-                part = scratch[:length] if target is None else target[begin : begin + length]
-                if self.files.read(self.file, part, self.start + entry.begin + begin) != length:
+            for part in parts:
+                if self.files.read(self.file, part, place) != len(part):
                     raise _Damage(Problem(self.name, entry.tensor, "the file ends inside it"))
                 check.update(part)
                 self.hash.update(part)
+                place += len(part)
+        assert place == self.start + entry.end
         if check.digest() != entry.checksum:
             raise _Damage(Problem(self.name, entry.tensor, "its bytes do not match its checksum"))
 
@@ -182,7 +184,7 @@ def _verify_file(path: Path, name: str, entries: list[Entry], record: FileRecord
         with open_shard(path, name, entries, record, files) as shard:
             for entry in entries:
                 try:
-                    shard.read(entry, None)
+                    shard.read(entry, _nowhere(entry.end - entry.begin))
                 except _Damage as error:
                     problems.append(error.problem)
             if not problems:
@@ -190,3 +192,10 @@ def _verify_file(path: Path, name: str, entries: list[Entry], record: FileRecord
     except _Damage as error:
         problems.append(error.problem)
     return problems
+
+
+def _nowhere(size: int) -> Iterator[memoryview]:
+    """Yield one small memory again and again, until ``size`` bytes have been read into it."""
+    scratch = memoryview(bytearray(min(CHUNK, size)))
+    for begin in range(0, size, CHUNK):
+        yield scratch[: min(CHUNK, size - begin)]

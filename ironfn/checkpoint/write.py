@@ -1,197 +1,91 @@
-"""Save a tree of tensors: written aside, brought to the disk, renamed last, so that a death loses nothing."""
+"""Write a rank's parts of a tree into safetensors files."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from attrs import frozen
 from torch import Tensor
 
-from ironfn.checkpoint.files import DISK, Files, make_directories, write_whole
-from ironfn.checkpoint.keep import ASIDE, OUTGOING, remove, tidy
-from ironfn.checkpoint.manifest import (
-    MAX_DIMS,
-    MAX_LEAVES,
-    NAME,
-    Entry,
-    FileRecord,
-    Leaf,
-    Manifest,
-    Piece,
-    check_path,
-    file_name,
-    header,
-    place,
-)
-from ironfn.checkpoint.sealed import seal
-from ironfn.checkpoint.shards import CHUNK, step_name
-from ironfn.types import Params
+from ironfn.checkpoint.files import Files
+from ironfn.checkpoint.manifest import Entry, FileRecord, Piece, header, place
+from ironfn.checkpoint.plan import Part
+from ironfn.checkpoint.shards import CHUNK
+from ironfn.layout.table import Box
 
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""The dtypes that a checkpoint can hold, and what safetensors calls them."""
-
-
-def save(
-    directory: Path,
-    step: int,
-    tree: Params,
-    meta: Mapping[str, object],
-    *,
-    file_bytes: int = 2 << 30,
-    files: Files = DISK,
-) -> Path:
-    """Write the checkpoint ``directory/step-…`` of a tree and return its path; it is there whole or not at all.
-
-    meta: what else a run needs (its spec, its seed), of str, int, float, bool, None, list and dict with str keys; a
-    tuple comes back as a list. file_bytes: a file holds at most this much, unless a single leaf is larger. Leaves that
-    are the same tensor are stored once. Only one process may save into a directory at a time.
-
-    ValueError for a tree or meta that cannot be stored. OSError where the disk is full or fails; then what was there
-    before is untouched. A checkpoint of the same step is replaced.
-    """
-    stored = _Stored.of(tree)
-    meta = {"step": step, **meta}
-    if meta["step"] != step:
-        raise ValueError(f"meta says step {meta['step']!r}, but this is the checkpoint of step {step}")
-    seal(Manifest(step, meta, {}, {}))  # refuses what cannot be stored before gigabytes are written
-    groups = _group(stored.tensors, file_bytes)
-    make_directories(directory, files)
-    tidy(directory, files)
-    _check_space(directory, groups, files)
-    final, aside = directory / step_name(step), directory / (ASIDE + step_name(step))
-    try:
-        files.mkdir(aside)
-        records: dict[str, FileRecord] = {}
-        pieces: dict[str, Piece] = {}
-        for index, group in enumerate(groups):
-            name = file_name(index, len(groups))
-            records[name], written = _write_file(aside / name, group, files)
-            pieces |= written
-        leaves = {
-            path: Leaf(DTYPES[stored.tensors[owner].dtype], tuple(stored.tensors[owner].shape), (pieces[owner],))
-            for path, owner in stored.owners.items()
-        }
-        write_whole(aside / NAME, seal(Manifest(step, meta, leaves, records, stored.empty)), files)
-        files.sync_directory(aside)
-        _publish(aside, final, files)
-    except BaseException:
-        with suppress(OSError):  # all is put back as it was if that is possible; the first error is the one to tell
-            tidy(directory, files)
-        raise
-    return final
+Parts = Mapping[str, Part]
+Sources = Mapping[str, Iterable[memoryview]]
+"""The bytes of each part, in row-major order, a few megabytes at a time."""
 
 
 @frozen
-class _Stored:
-    """Hold what is written: the distinct tensors by path, the path under which each leaf is stored, empty branches."""
+class Written:
+    """Tell what one rank has brought to the disk: its files, and each leaf's dtype, whole shape and piece."""
 
-    tensors: dict[str, Tensor]
-    owners: dict[str, str]
-    empty: tuple[str, ...]
-
-    @staticmethod
-    def of(tree: Params) -> _Stored:
-        tensors: dict[str, Tensor] = {}
-        owners: dict[str, str] = {}
-        empty: list[str] = []
-        seen: dict[Any, str] = {}
-        for path, node in _nodes(tree, ""):
-            check_path(path)
-            if isinstance(node, dict):
-                empty.append(path)
-                continue
-            _check_leaf(path, node)
-            # equal address, shape and strides: the same numbers. Other views of one storage are stored on their own.
-            same = (node.device, node.data_ptr(), node.dtype, node.shape, node.stride(), node.is_neg())
-            owners[path] = seen.setdefault(same, path) if node.numel() else path
-            if owners[path] == path:
-                tensors[path] = node.detach()
-        if len(owners) > MAX_LEAVES:
-            raise ValueError(f"a tree of {len(owners)} leaves cannot be stored: the limit is {MAX_LEAVES}")
-        return _Stored(tensors, owners, tuple(empty))
+    files: dict[str, FileRecord]
+    pieces: dict[str, tuple[str, tuple[int, ...], Piece]]
 
 
-def _nodes(tree: Params, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Walk the leaves and the branches that have none, refusing names that would not find the same place again."""
-    for name, node in tree.items():
-        if not isinstance(name, str) or "/" in name:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"name {name!r} under {prefix!r} cannot be stored: names are text without '/'")
-        if isinstance(node, dict) and node:
-            yield from _nodes(node, f"{prefix}{name}/")
-        else:
-            yield prefix + name, node
-
-
-def _check_leaf(path: str, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise ValueError(f"leaf {path!r} is {leaf!r}, not a tensor: numbers and text belong in meta")
-    if leaf.dtype not in DTYPES or leaf.layout != torch.strided or leaf.device.type == "meta" or leaf.dim() > MAX_DIMS:
-        raise ValueError(
-            f"leaf {path!r} ({leaf.dtype}, {leaf.layout}, {leaf.device}, {leaf.dim()} dims) cannot be stored: "
-            f"a checkpoint holds dense real tensors of at most {MAX_DIMS} dims"
-        )
-
-
-def _group(tensors: dict[str, Tensor], file_bytes: int) -> list[dict[str, Tensor]]:
-    """Deal the tensors out to files of at most ``file_bytes``, in the tree's order."""
-    groups: list[dict[str, Tensor]] = [{}]
+def deal(parts: Parts, file_bytes: int) -> list[dict[str, Part]]:
+    """Deal parts out to files of at most ``file_bytes``, in the tree's order."""
+    groups: list[dict[str, Part]] = [{}]
     filled = 0
-    for path, tensor in tensors.items():
-        if groups[-1] and filled + tensor.nbytes > file_bytes:
+    for path, part in parts.items():
+        if groups[-1] and filled + part.tensor.nbytes > file_bytes:
             groups.append({})
             filled = 0
-        groups[-1][path] = tensor
-        filled += tensor.nbytes
+        groups[-1][path] = part
+        filled += part.tensor.nbytes
     return groups
 
 
-def _entries(group: dict[str, Tensor]) -> list[Entry]:
-    return place({path: (DTYPES[t.dtype], tuple(t.shape), b"") for path, t in group.items()})
+def bytes_needed(groups: list[dict[str, Part]]) -> int:
+    """Return the bytes that these files, and what the manifest says of them, may take on the disk."""
+    # the manifest tells of each tensor about as much as the header, and checksums
+    return sum(
+        sum(part.tensor.nbytes for part in group.values()) + 2 * len(header(_entries(group))) + 100 * len(group)
+        for group in groups
+    )
 
 
-def _check_space(directory: Path, groups: list[dict[str, Tensor]], files: Files) -> None:
-    needed = 1 << 16
-    for group in groups:  # the manifest tells of each tensor about as much as the header, and checksums
-        needed += sum(t.nbytes for t in group.values()) + 2 * len(header(_entries(group))) + 100 * len(group)
-    free = files.free(directory)
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"the checkpoint needs {needed:,} bytes and {free:,} are free: free some, or set checkpoint.keep lower",
-            str(directory),
-        )
+def write_files(aside: Path, groups: Mapping[str, Parts], sources: Sources, files: Files) -> Written:
+    """Write each group of parts into the file of its name."""
+    written = Written({}, {})
+    for name, group in groups.items():
+        record, checksums = _write_file(aside / name, group, sources, files)
+        written.files[name] = record
+        for path, checksum in checksums.items():
+            part = group[path]
+            piece = Piece(name, path, part.box.offset, part.box.shape, checksum)
+            written.pieces[path] = (part.dtype, part.whole, piece)
+    return written
 
 
-def _write_file(path: Path, group: dict[str, Tensor], files: Files) -> tuple[FileRecord, dict[str, Piece]]:
-    """Stream tensors into one safetensors file and bring it to the disk; no second copy of them is made."""
+def _entries(group: Parts) -> list[Entry]:
+    return place({path: (part.dtype, part.box.shape, b"") for path, part in group.items()})
+
+
+def _write_file(path: Path, group: Parts, sources: Sources, files: Files) -> tuple[FileRecord, dict[str, bytes]]:
+    """Stream parts into one file and bring it to the disk; no second copy of them is made."""
     entries = _entries(group)
-    pieces: dict[str, Piece] = {}
+    checksums: dict[str, bytes] = {}
     head = header(entries)
     whole, size = xxhash.xxh3_128(head), len(head)
     with files.create(path) as file:
         files.write(file, head)
         for entry in entries:
             part = xxhash.xxh3_128()
-            for data in chunks(group[entry.tensor]):
+            for data in sources[entry.tensor]:
                 part.update(data)
                 whole.update(data)
                 files.write(file, data)
                 size += len(data)
-            zeros = (0,) * len(entry.shape)
-            pieces[entry.tensor] = Piece(path.name, entry.tensor, zeros, entry.shape, part.digest())
+            checksums[entry.tensor] = part.digest()
         files.sync(file)
-    return FileRecord(size, whole.digest()), pieces
+    return FileRecord(size, whole.digest()), checksums
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
@@ -211,18 +105,39 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
             yield from chunks(tensor[begin : begin + count])
 
 
+def copies(parts: Parts) -> Sources:
+    """Copy parts into memory of their own, now, so that their tensors may change while the bytes are written.
+
+    What is returned needs no torch to be read: a thread that is cut off when the process ends may not be inside it.
+    """
+    held: dict[str, Tensor] = {}
+    for path, part in parts.items():
+        pinned = part.tensor.device.type == "cuda"
+        held[path] = torch.empty(part.box.shape, dtype=part.tensor.dtype, pin_memory=pinned)
+        held[path].copy_(part.tensor, non_blocking=pinned)
+    if any(part.tensor.device.type == "cuda" for part in parts.values()):
+        torch.cuda.synchronize()
+    return {path: list(chunks(copy)) for path, copy in held.items()}
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """View the memory of a contiguous CPU tensor."""
     # not reshape(-1): of a single element torch calls any stride contiguous, and keeps it
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _publish(aside: Path, final: Path, files: Files) -> None:
-    outgoing = final.with_name(OUTGOING + final.name)
-    replaces = final.name in files.names(final.parent)
-    if replaces:
-        files.rename(final, outgoing)
-    files.rename(aside, final)
-    files.sync_directory(final.parent)
-    if replaces:
-        remove(outgoing, files)
+def blocks(box: Box, item: int) -> Iterator[Box]:
+    """Cut a box whose elements have ``item`` bytes into boxes of at most a chunk, in row-major order."""
+    count = item
+    for size in box.shape:
+        count *= size
+    if count <= CHUNK:
+        if count:
+            yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    rows = max(1, CHUNK * box.shape[dim] // count)
+    for begin in range(0, box.shape[dim], rows):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = offset[dim] + begin, min(rows, box.shape[dim] - begin)
+        yield from blocks(Box(tuple(offset), tuple(shape)), item)

@@ -73,16 +73,44 @@ def cuts_of(place: Placement, mesh: Mesh) -> list[tuple[Axis, int]]:
     return [(mesh.axis(name), dim) for name, dim in place.cuts if mesh.axis(name).size > 1]
 
 
-def shard_leaf(leaf: Tensor, place: Placement, mesh: Mesh, path: str = "leaf") -> Tensor:
-    """Return this rank's equal share of a leaf. ValueError where it does not divide."""
+@frozen
+class Box:
+    """Bound a part of a tensor: where it begins along each dimension, and how long it is there."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes the part out of the tensor."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True))
+
+
+def share_of(shape: tuple[int, ...], place: Placement, mesh: Mesh, path: str = "leaf") -> Box:
+    """Return which part of a whole leaf is this rank's equal share. ValueError where it does not divide."""
+    offset, sizes = [0] * len(shape), list(shape)
     for axis, dim in cuts_of(place, mesh):
-        if leaf.shape[dim] % axis.size:
+        if sizes[dim] % axis.size:
             raise ValueError(
-                f"{path} has {leaf.shape[dim]} along dimension {dim}, which {axis.size} ranks of {axis.name} "
+                f"{path} has {sizes[dim]} along dimension {dim}, which {axis.size} ranks of {axis.name} "
                 f"cannot share equally; choose another {axis.name} size (or pad_vocab_to for the vocabulary)"
             )
-        leaf = leaf.chunk(axis.size, dim)[axis.index]
-    return leaf.contiguous()
+        sizes[dim] //= axis.size
+        offset[dim] += axis.index * sizes[dim]
+    return Box(tuple(offset), tuple(sizes))
+
+
+def whole_of(share: tuple[int, ...], place: Placement, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of the whole leaf of which a share has this shape."""
+    sizes = list(share)
+    for axis, dim in cuts_of(place, mesh):
+        sizes[dim] *= axis.size
+    return tuple(sizes)
+
+
+def shard_leaf(leaf: Tensor, place: Placement, mesh: Mesh, path: str = "leaf") -> Tensor:
+    """Return this rank's equal share of a leaf. ValueError where it does not divide."""
+    return leaf[share_of(tuple(leaf.shape), place, mesh, path).slices].contiguous()
 
 
 def unshard_leaf(leaf: Tensor, place: Placement, mesh: Mesh) -> Tensor:
