@@ -9,7 +9,12 @@ from types import MappingProxyType
 
 import click
 
-PARTS = MappingProxyType({"pretrain": ("startup", "step", "optimizers", "prepare", "damage", "kills", "quickstart")})
+PARTS = MappingProxyType(
+    {
+        "pretrain": ("startup", "step", "optimizers", "prepare", "damage", "kills", "quickstart"),
+        "mesh": ("law",),
+    }
+)
 """The modules whose figures make a part, the quick ones first."""
 
 

@@ -5,7 +5,7 @@ ZeRO's third stage (Rajbhandari et al. 2020, arXiv 1910.02054); FSDP (Zhao et al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,15 +49,16 @@ class _Fetch(torch.autograd.Function):
         return ctx.axis.backend.reduce_scatter(grad.to(ctx.dtype), ctx.dim), None, None, None
 
 
-def fetch(table: Table, mesh: Mesh) -> Callable[[str, Tensor, torch.dtype], Tensor]:
+def fetch(table: Mapping[str, Placement], mesh: Mesh) -> Callable[[str, Tensor, torch.dtype], Tensor]:
     """Return the `Forward.fetch` that gathers the shares of a leaf which ``table`` cuts over dp, and casts the others.
 
     It is called where a block begins. So under `grad.remat.recompute` the block's whole weights exist only while the
-    block runs, forward and backward; without it they are kept for the backward pass.
+    block runs, forward and backward; without it they are kept for the backward pass. table: of `shard_table`; a leaf
+    that it lacks is none of the parameters (``State.extra["fixed"]``) and is whole.
     """
 
     def whole(path: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        dim = placement(table, path).dim("dp")
+        dim = table[path].dim("dp") if path in table else None
         if dim is None or mesh.dp.size == 1:
             return x.to(dtype)
         return _Fetch.apply(x, mesh.dp, dim, dtype)  # pyright: ignore[reportReturnType]

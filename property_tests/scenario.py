@@ -1,0 +1,260 @@
+"""One example of the mesh law: what is trained, how, and on which mesh. Its repr is the counter-example one reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from attrs import field, frozen
+from hypothesis import strategies as st
+
+from ironfn import tree
+from ironfn.algo.experts import router_bias, watch_experts
+from ironfn.algo.step import State, make_step, unmoved
+from ironfn.grad.remat import recompute
+from ironfn.grad.value_and_grad import accumulate, value_and_grad
+from ironfn.layout.fsdp import fetch, shard_table
+from ironfn.layout.table import by_path, shard, unshard
+from ironfn.layout.zero import share_updates
+from ironfn.loss.lm import lm_loss
+from ironfn.mesh import fake
+from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.mesh.pairs import reduce
+from ironfn.model.arch import Arch, complete
+from ironfn.model.attention import Dropout
+from ironfn.model.families import PRESETS
+from ironfn.model.forward import Forward, here, keep
+from ironfn.model.init import shapes
+from ironfn.model.tables import table
+from ironfn.model.transformer import hidden
+from ironfn.optim.presets import make_optimizer, whole_work
+from ironfn.spec.records import AdamWSpec, ModelSpec, MoeSpec, OptimSpec
+from ironfn.types import Batch, Loss, LossSum, Params
+from property_tests.strategies import batch_of, params_of
+
+STEPS = 2
+LENGTH = 12  # which 2, 3 and 4 ranks can share
+
+
+@frozen(repr=False)
+class Scenario:
+    """Fix a run of two steps. The defaults are the plainest; the repr shows what differs from them.
+
+    bucket: bytes reduced together. idle: a row with nothing to learn.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    zero1: bool = False
+    fsdp: bool = False
+    model: ModelSpec = field(factory=ModelSpec)
+    vocab: int = 11
+    optimizer: str = "adamw"
+    objective: str = "lm"
+    rows: int = 1
+    micro: int = 99
+    remat: bool = False
+    dropout: bool = False
+    documents: bool = False
+    bucket: int = 25 << 20
+    donate: bool = True
+    idle: int | None = None
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # else hypothesis writes every field out
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the mesh's shape, as `fake.run` takes it."""
+        return {"dp": self.dp, "tp": self.tp, "ep": self.ep, "sequence_parallel": self.sequence_parallel}
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.ep
+
+
+def brief(record: Any) -> str:
+    """Write a record as the call that makes it, without the fields that have their defaults."""
+    parts: list[str] = []
+    for each in attrs.fields(type(record)):
+        value = getattr(record, each.name)
+        default = each.default.factory() if isinstance(each.default, attrs.Factory) else each.default  # type: ignore[arg-type]
+        if value != default:
+            parts.append(f"{each.name}={brief(value) if attrs.has(type(value)) else repr(value)}")
+    return f"{type(record).__name__}({', '.join(parts)})"
+
+
+def squared_states(arch: Arch, how: Forward) -> Loss:
+    """Return an objective of somebody's own: the weighted sum of the last hidden states' squares."""
+
+    def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
+        x, seen = hidden(params, batch, arch, mesh, how)
+        weight = batch["weight"]
+        if mesh.sequence_parallel:
+            share = weight.chunk(mesh.tp.size, 1)[mesh.tp.index]
+            total = reduce((x.square().mean(-1) * share).sum(), mesh.tp)
+        else:
+            total = (x.square().mean(-1) * weight).sum()
+        counts = {name: seen[name].sum(0) for name in ("load", "dropped") if name in seen}
+        return LossSum(total, weight.sum(), {"doubled": 2 * total}, counts)
+
+    return loss
+
+
+def objective(name: str, arch: Arch, how: Forward) -> Loss:
+    return {"lm": lambda: lm_loss(arch, how, chunk=5), "squares": lambda: squared_states(arch, how)}[name]()
+
+
+def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, float]]]:
+    """Take this rank's part in two steps; return the whole parameters after them and each step's metrics."""
+    arch = complete(scenario.model, scenario.vocab)
+    sizes = shapes(arch)
+    layout = by_path(table(mesh.sequence_parallel), sizes)
+    if scenario.fsdp and mesh.dp.size > 1:
+        layout = shard_table(layout, sizes, mesh)
+    # Some gradients are 0 but for rounding (a key's bias without positions: softmax does not see it). AdamW divides
+    # them by their own size: with its usual eps of 1e-8 it would turn a difference of 1e-19 into one of 1e-11.
+    spec = OptimSpec(name=scenario.optimizer, adamw=AdamWSpec(eps=1e-4))
+    updates = share_updates(layout, sizes, mesh, whole_work(spec, sizes)) if scenario.zero1 else None
+    params, moe = params_of(arch), arch.moe
+    opt = make_optimizer(spec, params, table=layout, mesh=mesh, updates=updates, bucket_bytes=scenario.bucket)
+    how = Forward(
+        run=recompute if scenario.remat else keep,
+        dropout=Dropout(0.3, 7) if scenario.dropout else None,
+        fetch=fetch(layout, mesh) if scenario.fsdp else here,
+        jitter=5,
+    )
+    vg = accumulate(value_and_grad(objective(scenario.objective, arch, how)), scenario.micro)
+    step = make_step(
+        vg,
+        opt,
+        lambda s: 0.01 * (s + 1),
+        table=layout,
+        mesh=mesh,
+        updates=updates,
+        carry=unmoved if moe is None else watch_experts(arch),
+        clip=0.5,
+        donate=scenario.donate,
+        bucket_bytes=scenario.bucket,
+    )
+    mine, bias = shard(tree.clone(params), layout, mesh), router_bias(arch)
+    state, seen = State(0, mine, opt.init(mine), extra={"fixed": bias} if bias else {}), []
+    batch = batch_of(arch, scenario.rows, LENGTH, scenario.seed, scenario.documents)
+    if scenario.idle is not None and scenario.idle < scenario.rows:
+        batch["weight"][scenario.idle] = 0.0
+    for _ in range(STEPS):
+        state, metrics = step(state, rows_of(batch, mesh))
+        seen.append(metrics)
+    return unshard(state.params, layout, mesh), seen
+
+
+def holds(scenario: Scenario) -> None:
+    """Hold every rank of a fake mesh to the single process."""
+    alone = outcome(scenario, SINGLE)
+    for found in fake.run(lambda mesh: outcome(scenario, mesh), **scenario.sizes):
+        compare(found, alone)
+
+
+def rows_of(batch: Batch, mesh: Mesh) -> Batch:
+    """Return the rows of this rank; some ranks may have one more than others, or none."""
+    return {name: value.tensor_split(mesh.shares)[mesh.share] for name, value in batch.items()}
+
+
+def compare(found: tuple[Params, list[dict[str, float]]], expected: tuple[Params, list[dict[str, float]]]) -> None:
+    """Hold a rank's outcome to another's: every leaf and every metric, rel. 1e-9 in float64."""
+    theirs = tree.flatten(expected[0])
+    for path, leaf in tree.flatten(found[0]).items():
+        torch.testing.assert_close(leaf, theirs[path], rtol=1e-9, atol=1e-11, msg=lambda m, p=path: f"{p}: {m}")
+    for mine, other in zip(found[1], expected[1], strict=True):
+        assert mine == pytest.approx(other, rel=1e-9, abs=1e-11)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, ranks: int | None = None, largest: int = 4) -> Scenario:
+    """Draw a scenario on a mesh of ``ranks`` ranks, or of 2 to ``largest``."""
+    shapes = [
+        (dp, tp, ep)
+        for dp in range(1, largest + 1) for tp in range(1, largest + 1) for ep in range(1, largest + 1)
+        if (dp * tp * ep == ranks if ranks else 1 < dp * tp * ep <= largest)
+    ]  # fmt: skip
+    dp, tp, ep = draw(st.sampled_from(sorted(shapes, key=lambda s: (s[0] * s[1] * s[2], s[2], s[1]))))
+    moe = draw(mixtures(tp, ep)) if ep > 1 or draw(st.booleans()) else MoeSpec()
+    shared_out = draw(st.sampled_from(["no", "zero1", "fsdp"])) if dp > 1 else "no"
+    micro = draw(st.sampled_from([99, 1])) if moe.balance != "batch" else 99
+    # where ranks with other rows work together on a micro-batch, all need as many; elsewhere one may have none
+    even = micro == 1 and (ep > 1 or shared_out == "fsdp")
+    rows = dp * ep * draw(st.integers(1, 2)) if even else draw(st.integers(1, 2 * dp * ep))
+    return Scenario(
+        dp=dp,
+        tp=tp,
+        ep=ep,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        zero1=shared_out == "zero1",
+        fsdp=shared_out == "fsdp",
+        model=draw(models(tp, moe)),
+        vocab=draw(st.integers(11, 17)),
+        optimizer=draw(st.sampled_from(["adamw", "muon"])),
+        objective=draw(st.sampled_from(["lm", "squares"])),
+        rows=rows,
+        micro=micro,
+        remat=draw(st.booleans()),
+        dropout=draw(st.booleans()),
+        documents=draw(st.booleans()),
+        bucket=draw(st.sampled_from([25 << 20, 64])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn, tp: int, moe: MoeSpec) -> ModelSpec:
+    """Draw a small decoder of any family whose heads, feed-forward and vocabulary ``tp`` ranks can share."""
+    preset = draw(st.sampled_from(sorted(PRESETS, reverse=True)))
+    kv_heads = tp * draw(st.sampled_from([1, 2]))
+    chosen: dict[str, Any] = {
+        "layers": draw(st.integers(1 + moe.dense_layers, 2)),
+        "heads": kv_heads * draw(st.sampled_from([1, 2])),
+        "kv_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([2, 4])),
+        "width": 8,
+        "ffn": tp * draw(st.sampled_from([4, 6])),
+        "context": 16,
+        "tied": draw(st.booleans()),
+        "pad_vocab_to": tp,
+        "mlp": draw(st.sampled_from(["swiglu", "geglu", "gelu", "gelu_tanh"])),
+        "mlp_bias": moe.experts == 0 and draw(st.booleans()),
+        "attention_bias": draw(st.booleans()),
+        "positions": draw(st.sampled_from(["rotary", "learned", "none"])),
+        "init_std": 0.3,
+        "moe": moe,
+    }
+    return ModelSpec(**({"preset": preset} | dict(PRESETS[preset]) | chosen))
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, tp: int, ep: int) -> MoeSpec:
+    """Draw a mixture whose experts ``ep`` ranks can share."""
+    experts = ep * draw(st.integers(1, 3))
+    return MoeSpec(
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 3))),
+        ffn=tp * draw(st.integers(1, 3)),
+        shared=draw(st.integers(0, 1)),
+        dense_layers=draw(st.integers(0, 1)),
+        score=draw(st.sampled_from(["softmax", "softmax_chosen", "sigmoid"])),
+        renormalize=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        balance=draw(st.sampled_from(["sequence", "batch", "none"])),
+        balance_weight=0.1,
+        bias_rate=draw(st.sampled_from([0.0, 0.05])),
+        z_weight=draw(st.sampled_from([0.0, 0.1])),
+        jitter=draw(st.sampled_from([0.0, 0.1])),
+        capacity=draw(st.sampled_from([None, 1.0])),
+    )
