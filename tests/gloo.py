@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,22 +101,27 @@ def _run(rank: int, n: int, port: int, function: Callable[[Mesh], Any], how: dic
 
 
 def _hear(children: list[Child], end: float) -> None:
+    """Wait for every rank, until the time is over or none is left but ranks that are stopped."""
     while waiting := {child.pipe: child for child in children if not child.heard}:
-        ready = wait(list(waiting), max(end - time.monotonic(), 0))
-        if not ready:
-            return
+        ready = wait(list(waiting), 0.1)
         for child in (waiting[pipe] for pipe in ready):  # type: ignore[index]
             with contextlib.suppress(EOFError, ConnectionResetError):
                 child.result, child.error = child.pipe.recv()
                 child.heard = True
             if not child.heard:
                 child.heard, child.error = True, "died"
+        if not ready and (time.monotonic() > end or all(map(_stopped, waiting.values()))):
+            return
+
+
+def _stopped(child: Child) -> bool:
+    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] == "T"
 
 
 def _end(child: Child, timeout: float) -> None:
     """Kill and reap a rank, and tell how it ended if it did not say so itself."""
     if not child.heard:
-        child.error = f"still ran after {timeout} s"
+        child.error = "is stopped" if _stopped(child) else f"still ran after {timeout} s"
     if child.error != "died":
         os.kill(child.pid, signal.SIGKILL)
     _, status = os.waitpid(child.pid, 0)

@@ -75,3 +75,63 @@ def test_ranks_stand_where_the_fake_ones_stand() -> None:
 def test_a_mesh_that_does_not_fit_the_world_is_refused() -> None:
     with pytest.raises(gloo.RankError, match=r"dp 2 x tp 2 x ep 1 has 4 ranks, and there are 2 processes: set mesh.dp"):
         gloo.world(2, lambda mesh: None, dp=2, tp=2)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_sum_has_the_same_bits_on_every_rank(n: int) -> None:
+    """What is replicated stays so, whatever order gloo adds in; shares of a reduce-scatter are in rank order."""
+
+    def rank(mesh: Mesh) -> list[Tensor]:
+        given = [torch.randn(k, generator=torch.Generator().manual_seed(mesh.dp.index)) for k in (1, 7, 12_000)]
+        return [mesh.dp.backend.all_reduce(x) for x in given] + [mesh.dp.backend.reduce_scatter(given[2], 0)]
+
+    found = gloo.world(n, rank)
+    imitated = fake.run(rank, dp=n)
+    for mine, theirs in zip(found, imitated, strict=True):
+        for x, first, other in zip(mine[:3], found[0], theirs, strict=False):
+            assert torch.equal(x, first)
+            torch.testing.assert_close(x, other)
+        assert torch.equal(mine[3], theirs[3])
+
+
+def test_a_rank_may_write_at_once_into_what_it_handed_over_and_into_what_it_got() -> None:
+    def rank(mesh: Mesh) -> list[Tensor]:
+        b, out = mesh.dp.backend, []
+        for op in (
+            b.all_reduce,
+            lambda x: b.all_gather(x, 0),
+            lambda x: b.reduce_scatter(x, 0),
+            lambda x: b.all_to_all(x, [1, 1, 1], [1, 1, 1]),
+            lambda x: b.broadcast(x, 1),
+        ):
+            x = torch.arange(3.0) + mesh.dp.index
+            y = op(x)
+            out.append(y.clone())
+            x += 100
+            assert torch.equal(y, out[-1])
+            y -= 1000
+            assert torch.equal(x, torch.arange(3.0) + mesh.dp.index + 100)
+        return out
+
+    for mine, theirs in zip(gloo.world(3, rank), fake.run(rank, dp=3), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
+def test_a_donated_buffer_holds_the_sum() -> None:
+    def rank(mesh: Mesh) -> tuple[bool, float]:
+        x = torch.ones(5)
+        return mesh.dp.backend.all_reduce(x, donate=True).data_ptr() == x.data_ptr(), float(x.sum())
+
+    assert gloo.world(2, rank) == fake.run(rank, dp=2) == [(True, 10.0)] * 2
+
+
+def test_nothing_of_torch_distributed_is_set_up_for_the_process() -> None:
+    """A program that has process groups of its own keeps them, and needs none."""
+    assert gloo.world(2, lambda mesh: torch.distributed.is_initialized()) == [False, False]
+
+
+def test_without_the_comparison_the_results_are_the_same() -> None:
+    def rank(mesh: Mesh) -> Tensor:
+        return mesh.dp.backend.all_gather(mesh.dp.backend.all_reduce(torch.ones(2)), 0)
+
+    assert torch.equal(gloo.world(2, rank, check=False)[0], torch.full((4,), 2.0))

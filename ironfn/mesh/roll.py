@@ -50,12 +50,15 @@ class Roll:
 
     def call(self, window: float) -> str:
         """Return what every rank does, in one line. Waits up to ``window`` seconds for a sign of life of each."""
-        self.sign()
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(self._listen(window)), daemon=True)
         thread.start()
         thread.join(window + 1.0)
-        return found[0] if found else "the store does not answer: the process that holds it is gone or stopped"
+        return (
+            found[0]
+            if found
+            else "the store does not answer: the process that holds it (rank 0, or the launcher) is gone or stopped"
+        )
 
     def _beat(self) -> None:
         while not self._stop.wait(PERIOD):
@@ -63,13 +66,14 @@ class Roll:
 
     def _listen(self, window: float) -> str:
         end = time.monotonic() + window
+        self.sign()
         try:
             first = last = self._read()
             while time.monotonic() < end and not all(self._alive(r, first, last) for r in range(self._grid.world)):
                 time.sleep(PERIOD / 5)
                 last = self._read()
         except RuntimeError:
-            return "the store is gone, and the process that held it with it"
+            return "the store is gone, and with it the process that held it (rank 0, or the launcher)"
         return "; ".join(self._told(r, self._alive(r, first, last), last, window) for r in range(self._grid.world))
 
     def _read(self) -> dict[int, dict[str, Any]]:
@@ -86,6 +90,4 @@ class Roll:
         if rank not in last:
             return f"{name} never came"
         doing = last[rank]["doing"]
-        return (
-            f"{name} {doing}" if alive else f"{name} gave no sign of life for {window:.1f} s, dead or stopped: {doing}"
-        )
+        return f"{name} {doing}" if alive else f"{name} is dead or stopped, silent for {window:.1f} s (before: {doing})"
