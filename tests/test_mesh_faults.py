@@ -205,7 +205,7 @@ def test_a_store_that_dies_or_stops_with_its_rank_is_told(fate: str) -> None:
 
     _, second, third = gloo.world(3, rank, timeout=SOON, mesh_timeout=FOREVER, errors=True)
     said = (
-        "the store is gone, and with it the process that held it (rank 0"
+        "the store is gone, and with it the process that holds it (rank 0"
         if fate == "killed"
         else "the store does not answer"
     )

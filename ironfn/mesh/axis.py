@@ -10,10 +10,14 @@ from torch import Tensor
 
 
 class Backend(Protocol):
-    """Move tensors between the ranks of one axis. Every method is called by all ranks in the same order."""
+    """Move tensors between the ranks of one axis. Every method is called by all ranks in the same order.
+
+    Nothing here is differentiable: `mesh/pairs.py` is. A result shares no memory with the tensor that was handed over,
+    unless that was donated. `mesh.call.MeshError` where the ranks' calls do not fit together, or a rank is gone.
+    """
 
     def all_reduce(self, x: Tensor, *, donate: bool = False) -> Tensor:
-        """Return the sum over the ranks. donate: the result may be written into the buffer of ``x``."""
+        """Return the sum over the ranks, the same bits on each. donate: it may be written into the buffer of ``x``."""
         ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -34,7 +38,7 @@ class Backend(Protocol):
 
 
 class Alone:
-    """Be the back end of an axis of size 1: every collective is the identity."""
+    """Be the back end of an axis of size 1: every collective is the identity and returns the very tensor it was given."""
 
     def all_reduce(self, x: Tensor, *, donate: bool = False) -> Tensor:
         return x

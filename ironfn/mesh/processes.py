@@ -230,6 +230,8 @@ def connect(
         mesh = grid.mesh(rank, sequence_parallel, join)
         link.roll.doing = "computes"
         yield mesh
+        if backend == "nccl":
+            torch.cuda.synchronize()  # closing would cut off what the device still sends
     except BaseException as error:
         how = link.lost or f"raised {told(error)}"
         raise

@@ -13,6 +13,7 @@ from torch.distributed import Store
 from ironfn.mesh.grid import Grid
 
 PERIOD = 0.25  # seconds between two signs of life
+HOLDER = "the process that holds it (rank 0, or the launcher)"
 
 
 class Roll:
@@ -54,11 +55,7 @@ class Roll:
         thread = threading.Thread(target=lambda: found.append(self._listen(window)), daemon=True)
         thread.start()
         thread.join(window + 1.0)
-        return (
-            found[0]
-            if found
-            else "the store does not answer: the process that holds it (rank 0, or the launcher) is gone or stopped"
-        )
+        return found[0] if found else f"the store does not answer: {HOLDER} is gone or stopped"
 
     def _beat(self) -> None:
         while not self._stop.wait(PERIOD):
@@ -73,7 +70,7 @@ class Roll:
                 time.sleep(PERIOD / 5)
                 last = self._read()
         except RuntimeError:
-            return "the store is gone, and with it the process that held it (rank 0, or the launcher)"
+            return f"the store is gone, and with it {HOLDER}"
         return "; ".join(self._told(r, self._alive(r, first, last), last, window) for r in range(self._grid.world))
 
     def _read(self) -> dict[int, dict[str, Any]]:
