@@ -324,3 +324,26 @@ def test_moonshots_scale_is_that_of_the_whole_matrix() -> None:
         s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
     for found in fake.run(moved, tp=2):
         torch.testing.assert_close(found, 1.2 * (u * s) @ vh, rtol=1e-8, atol=1e-8)
+
+
+def test_master_copies_are_shares_too() -> None:
+    """bfloat16 leaves and whole numbers as gradients, whose sums are exact: every bit is that of one process."""
+    sizes = {"a": (6, 4), "b": (5,), "c": (3, 2)}
+    g = torch.Generator().manual_seed(2)
+    params = tree.unflatten({p: torch.randn(s, generator=g).bfloat16() for p, s in sizes.items()})
+    grads = [tree.map(lambda p: torch.randint(-4, 5, p.shape, generator=g).bfloat16(), params) for _ in range(3)]
+
+    def train_in_half(mesh: Mesh) -> tuple[Params, int]:
+        updates = share_updates(WHOLE_TABLE, sizes, mesh)
+        optimizer = make_optimizer(OptimSpec(), params, mesh=mesh, updates=updates)
+        moved, state = tree.clone(params), optimizer.init(params)
+        for _ in range(3):
+            mine = tree.clone(grads[mesh.dp.index]) if mesh.dp.size > 1 else tree.map(lambda *g: sum(g), *grads)
+            moved, state = optimizer.update(reduce_grads(mine, WHOLE_TABLE, mesh, updates), state, moved, 0.01)
+        return moved, tree.count(state["inner"]) + tree.count(state["master"])
+
+    (expected, numbers), ranks = train_in_half(SINGLE), fake.run(train_in_half, dp=3)
+    for moved, _ in ranks:
+        assert all(x.equal(tree.flatten(expected)[path]) for path, x in tree.flatten(moved).items())
+    counts = 2  # of the two groups, on every rank
+    assert sum(each - counts for _, each in ranks) == numbers - counts
