@@ -38,7 +38,7 @@ class Backend(Protocol):
 
 
 class Alone:
-    """Be the back end of an axis of size 1: every collective is the identity and returns the very tensor it was given."""
+    """Be the back end of an axis of size 1: every collective hands back the very tensor it is given."""
 
     def all_reduce(self, x: Tensor, *, donate: bool = False) -> Tensor:
         return x
