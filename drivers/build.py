@@ -117,8 +117,6 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     if arch.positions == "learned" and spec.data.length > arch.context:
         raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
     where = places(spec, arch, mesh)
-    if mesh.tp.size > 1 or (mesh.dp.size > 1 and (spec.mesh.zero1 or spec.mesh.fsdp)):
-        raise ValueError("checkpoints of shares cannot be saved yet; take mesh.tp, mesh.zero1 and mesh.fsdp out")
     plain = forward(spec.train.precision)
     if spec.mesh.fsdp:
         plain = evolve(plain, fetch=fetch(where.params, mesh))

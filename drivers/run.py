@@ -13,12 +13,13 @@ from ironfn import __version__
 from ironfn.algo.step import Metrics, NonFiniteError, State
 from ironfn.checkpoint import load_newest, prune, save, steps
 from ironfn.checkpoint.files import replace_whole
+from ironfn.checkpoint.state import as_tree
 from ironfn.data import prefetch
 from ironfn.mesh.axis import SINGLE, Mesh, any_rank
 from ironfn.report.rows import read_rows
 from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
-from ironfn.types import Batch, Params
+from ironfn.types import Batch
 
 from .build import Job, build, pick_device, to_device
 from .console import Console
@@ -62,7 +63,8 @@ def run(
         alike(mesh, device, "the spec", xxhash.xxh3_64_hexdigest(dump_spec(spec).encode()))
         job = together(mesh, device, lambda: build(spec, mesh, device))
         alike(mesh, device, f"the data in {spec.data.dir}", f"{job.train.checksum:016x}")
-        state, seconds = _restore(job, place, console, restart)
+        first = together(mesh, device, job.first_state)
+        state, seconds = together(mesh, device, lambda: _restore(job, first, place, console, restart))
         if speaks:
             replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())
         try:
@@ -106,11 +108,6 @@ def _noise(job: Job, state: State, batch: Batch) -> Metrics:
     return job.noise(state, batch) if every is not None and state.step % every == 0 else {}
 
 
-def as_tree(state: State) -> Params:
-    """Return what of a state a checkpoint keeps as tensors."""
-    return {"params": state.params, "opt": state.opt, "extra": state.extra}
-
-
 def _save(job: Job, state: State, place: RunDir, seconds: float) -> None:
     meta = {
         "ironfn": __version__,
@@ -120,18 +117,24 @@ def _save(job: Job, state: State, place: RunDir, seconds: float) -> None:
         "skipped": state.skipped,
         "seconds": seconds,
     }
+    layout, mesh, saved = job.places.saved, job.mesh, as_tree(state)
+    together(mesh, job.device, lambda: save(place.checkpoints, state.step, saved, meta, layout=layout, mesh=mesh))
     if job.speaks:
-        save(place.checkpoints, state.step, as_tree(state), meta)
-    prune(place.checkpoints, job.spec.checkpoint.keep, job.spec.checkpoint.keep_every)
+        prune(place.checkpoints, job.spec.checkpoint.keep, job.spec.checkpoint.keep_every)
 
 
-def _restore(job: Job, place: RunDir, console: Console, restart: bool) -> tuple[State, float]:
-    """Return the newest whole state of the run and the seconds spent on it; the first state where there is none."""
-    state = job.first_state()
-    found = load_newest(place.checkpoints, console.warn, restart=restart, device=job.device, into=as_tree(state))
+def _restore(job: Job, state: State, place: RunDir, console: Console, restart: bool) -> tuple[State, float]:
+    """Return the newest whole state of the run and the seconds spent on it; the first ``state`` where there is none.
+
+    Saved on whatever mesh: every rank takes its shares. What is wrong is found by all ranks alike.
+    """
+    found = load_newest(
+        place.checkpoints, console.warn, restart=restart, device=job.device, into=as_tree(state),
+        layout=job.places.saved, mesh=job.mesh,
+    )  # fmt: skip
     if found is None:
         done = max((row["step"] for row in read_rows(place.metrics)), default=0)
-        if done >= job.spec.checkpoint.every and not restart:
+        if done > job.spec.checkpoint.every and not restart:  # a death in the first save leaves none
             raise ValueError(
                 f"{place.metrics} tells of {done} steps, but {place.checkpoints} holds no checkpoint: restore it, give "
                 "this run another name, or give --restart to begin anew and lose these rows"

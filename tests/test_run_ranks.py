@@ -12,7 +12,7 @@ from drivers import run as driver
 from ironfn.mesh import fake
 from ironfn.report.rows import read_rows
 from ironfn.spec.records import RunSpec
-from tests.test_run import PACE, folder, load, place, samples
+from tests.test_run import PACE, folder, invoke, load, place, samples
 
 __all__ = ["folder"]
 
@@ -68,7 +68,52 @@ def hold_to(alone: RunSpec, folder: Path, mesh: str, *overrides: str) -> RunSpec
     return spec
 
 
-MESHES = ["mesh.dp=2", "mesh.dp=4", "mesh.dp=2 train.micro_batch=1"]
+# A checkpoint of any mesh is the run's, whoever goes on with it.
+
+
+def leg(folder: Path, mesh: str, steps: int) -> RunSpec:
+    """Go on to a step on a mesh."""
+    overrides = ("optim.name=muon", "optim.schedule.kind=constant", "checkpoint.every=100")
+    spec = load(folder, "moved", *TIED, *overrides, f"train.steps={steps}", *mesh.split())
+    assert set(ranks(spec)) == {0}
+    return spec
+
+
+def test_a_run_that_moves_from_mesh_to_mesh_is_the_run_that_never_did(folder: Path) -> None:
+    """2 ranks, 1, 4, and again 2 in another form, the last 5 steps each: losses of float32 to 1e-5, batches exactly."""
+    meshes = ["mesh.dp=2 mesh.zero1=true", "mesh.dp=1", "mesh.dp=2 mesh.tp=2", "mesh.dp=2 mesh.fsdp=true"]
+    spec = [leg(folder, mesh, 5 * (n + 1)) for n, mesh in enumerate(meshes)][-1]
+    rows = [row for row in told(spec) if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["devices"] for row in told(spec) if row["kind"] == "run"] == [2, 1, 4, 2]
+    whole = run_alone(folder, "stayed", *TIED, "optim.name=muon", "optim.schedule.kind=constant", "train.steps=20")
+    for mine, theirs in zip(rows, (row for row in told(whole) if row["kind"] == "train"), strict=True):
+        assert mine["batch"] == theirs["batch"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), mine["step"]
+
+
+@pytest.mark.parametrize("mesh", ["mesh.tp=2", "mesh.dp=2 mesh.ep=2 mesh.zero1=true"])
+def test_a_checkpoint_of_many_ranks_generates_in_one_process(folder: Path, experts_alone: RunSpec, mesh: str) -> None:
+    """With the routers' biases, which are no parameters."""
+    spec = load(folder, re.sub(r"\W+", "-", f"writes {mesh}"), *EXPERTS, *mesh.split())
+    assert set(ranks(spec)) == {0}
+    written = [invoke("generate", place(s), "-p", "the", "-n", 12) for s in (spec, experts_alone)]
+    assert [result.exit_code for result in written] == [0, 0], written[0].output
+    assert written[0].stdout == written[1].stdout
+    for command in (("verify",), ("ls",), ("show",)):
+        result = invoke("ckpt", *command, place(spec))
+        assert result.exit_code == 0, result.output
+
+
+MESHES = [
+    "mesh.dp=2",
+    "mesh.dp=4 train.micro_batch=1",
+    "mesh.tp=2",
+    "mesh.dp=2 mesh.tp=2 mesh.sequence_parallel=true",
+    "mesh.dp=2 mesh.zero1=true",
+    "mesh.dp=2 mesh.fsdp=true train.remat=true",
+    "mesh.dp=2 mesh.tp=2 mesh.fsdp=true mesh.bucket_mb=1",
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -76,7 +121,7 @@ def test_a_run_on_ranks_tells_what_one_process_tells(folder: Path, alone: RunSpe
     hold_to(alone, folder, mesh, *TIED)
 
 
-@pytest.mark.parametrize("mesh", ["mesh.ep=2", "mesh.dp=2 mesh.ep=2"])
+@pytest.mark.parametrize("mesh", ["mesh.ep=2", "mesh.dp=2 mesh.ep=2 mesh.zero1=true", "mesh.ep=2 mesh.tp=2"])
 def test_a_run_with_experts_tells_what_one_process_tells(
     folder: Path, alone: RunSpec, experts_alone: RunSpec, mesh: str
 ) -> None:
