@@ -1,10 +1,12 @@
 """Save and load trees of tensors so that a death at any moment, or a flipped bit anywhere, loses nothing unnoticed.
 
-``save`` and ``load``, ``load_newest`` need torch and bring it in when first used; the rest does without.
+What saves and loads tensors needs torch and brings it in when first used; the rest does without.
 """
 
 from __future__ import annotations
 
+import importlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ironfn.checkpoint.files import DISK, Files
@@ -14,7 +16,9 @@ from ironfn.checkpoint.shards import Problem, read_manifest, step_of, verify
 
 if TYPE_CHECKING:
     from ironfn.checkpoint.read import Loaded, load, load_newest
+    from ironfn.checkpoint.saver import Saver
     from ironfn.checkpoint.saving import save
+    from ironfn.checkpoint.state import as_tree, layout_of
 
 __all__ = [
     "DISK",
@@ -23,6 +27,9 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Problem",
+    "Saver",
+    "as_tree",
+    "layout_of",
     "load",
     "load_newest",
     "newest",
@@ -36,13 +43,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "save":
-        from ironfn.checkpoint.saving import save as found
-    elif name in ("Loaded", "load", "load_newest"):
-        from ironfn.checkpoint import read
+_MODULES = MappingProxyType(
+    {
+        "Loaded": "read",
+        "Saver": "saver",
+        "as_tree": "state",
+        "layout_of": "state",
+        "load": "read",
+        "load_newest": "read",
+        "save": "saving",
+    }
+)
 
-        found = getattr(read, name)
-    else:
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
