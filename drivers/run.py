@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import xxhash
@@ -11,15 +12,14 @@ from attrs import asdict, evolve
 
 from ironfn import __version__
 from ironfn.algo.step import Metrics, NonFiniteError, State
-from ironfn.checkpoint import load_newest, prune, save, steps
+from ironfn.checkpoint import Saver, as_tree, load_newest, prune, steps
 from ironfn.checkpoint.files import replace_whole
-from ironfn.checkpoint.state import as_tree
 from ironfn.data import prefetch
 from ironfn.mesh.axis import SINGLE, Mesh, any_rank
 from ironfn.report.rows import read_rows
 from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
-from ironfn.types import Batch
+from ironfn.types import Batch, Params
 
 from .build import Job, build, pick_device, to_device
 from .console import Console
@@ -82,7 +82,7 @@ def run(
 
 def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable[[], str | None]) -> State:
     """Take steps until the last one or a signal; save at intervals and at the end."""
-    spec = job.spec
+    spec, saver = job.spec, _saver(job, place)
     if state.step == 0:
         watch.look_closer(state)
     for batch in prefetch(job.batch, state.step, spec.train.steps, workers=spec.data.workers):
@@ -93,11 +93,13 @@ def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable
         last = state.step == spec.train.steps
         if last or state.step % spec.report.eval_every == 0:
             watch.look_closer(state)
+        together(job.mesh, job.device, saver.poll)
         stop = any_rank(job.mesh, stopped() is not None, job.device)
         if last or stop or state.step % spec.checkpoint.every == 0:
             with watch.meter.away():
                 watch.sync()
-                _save(job, state, place, watch.meter.seconds)
+                wait = last or stop or not spec.checkpoint.asynchronous
+                _save(job, state, saver.save if wait else saver.start, watch.meter.seconds)
         if stop:
             break
     return state
@@ -108,8 +110,17 @@ def _noise(job: Job, state: State, batch: Batch) -> Metrics:
     return job.noise(state, batch) if every is not None and state.step % every == 0 else {}
 
 
-def _save(job: Job, state: State, place: RunDir, seconds: float) -> None:
-    meta = {
+def _saver(job: Job, place: RunDir) -> Saver:
+    keep = job.spec.checkpoint
+
+    def after(path: Path) -> None:
+        prune(place.checkpoints, keep.keep, keep.keep_every)
+
+    return Saver(place.checkpoints, job.places.saved, job.mesh, after)
+
+
+def _save(job: Job, state: State, save: Callable[[int, Params, dict[str, object]], object], seconds: float) -> None:
+    meta: dict[str, object] = {
         "ironfn": __version__,
         "spec": asdict(job.spec),
         "arch": asdict(job.arch),
@@ -117,10 +128,7 @@ def _save(job: Job, state: State, place: RunDir, seconds: float) -> None:
         "skipped": state.skipped,
         "seconds": seconds,
     }
-    layout, mesh, saved = job.places.saved, job.mesh, as_tree(state)
-    together(mesh, job.device, lambda: save(place.checkpoints, state.step, saved, meta, layout=layout, mesh=mesh))
-    if job.speaks:
-        prune(place.checkpoints, job.spec.checkpoint.keep, job.spec.checkpoint.keep_every)
+    together(job.mesh, job.device, lambda: save(state.step, as_tree(state), meta))
 
 
 def _restore(job: Job, state: State, place: RunDir, console: Console, restart: bool) -> tuple[State, float]:
@@ -134,7 +142,8 @@ def _restore(job: Job, state: State, place: RunDir, console: Console, restart: b
     )  # fmt: skip
     if found is None:
         done = max((row["step"] for row in read_rows(place.metrics)), default=0)
-        if done > job.spec.checkpoint.every and not restart:  # a death in the first save leaves none
+        last = job.spec.checkpoint.every * (2 if job.spec.checkpoint.asynchronous else 1)
+        if done > last and not restart:  # a death in the first save leaves no checkpoint
             raise ValueError(
                 f"{place.metrics} tells of {done} steps, but {place.checkpoints} holds no checkpoint: restore it, give "
                 "this run another name, or give --restart to begin anew and lose these rows"

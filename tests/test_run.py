@@ -226,7 +226,7 @@ def test_a_run_that_was_stopped_is_the_run_that_never_was(
 
 @pytest.mark.parametrize(
     ("name", "call", "step"),
-    [("watch.evaluate", 1, 1), ("watch.evaluate", 2, 5), ("watch.continuation", 2, 5), ("run.save", 1, 5)],
+    [("watch.evaluate", 1, 1), ("watch.evaluate", 2, 5), ("watch.continuation", 2, 5), ("saver.save", 1, 5)],
 )
 def test_a_signal_during_evaluation_sampling_or_a_save_is_heard_at_the_next_edge(
     folder: Path, whole: RunSpec, monkeypatch: pytest.MonkeyPatch, name: str, call: int, step: int
@@ -234,7 +234,7 @@ def test_a_signal_during_evaluation_sampling_or_a_save_is_heard_at_the_next_edge
     """The first evaluation comes before any step; a signal during a save waits for the step after it."""
     spec = load(folder, f"{name}-{call}")
     module, _, function = name.partition(".")
-    stopped = stopped_and_resumed(monkeypatch, spec, {"run": driver, "watch": watch}[module], function, call)
+    stopped = stopped_and_resumed(monkeypatch, spec, {"saver": driver.Saver, "watch": watch}[module], function, call)
     assert stopped == step
     same_run(spec, whole)
 
@@ -243,6 +243,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dropout": ("gpt2", ("model.dropout=0.5", "train.micro_batch=1")),
     "muon": ("llama", ("optim.name=muon", "data.workers=2")),
     "bfloat16": ("llama", ("train.precision.params=bfloat16", "train.precision.compute=bfloat16", "data.workers=3")),
+    "asynchronous": ("llama", ("checkpoint.asynchronous=true", "checkpoint.every=2")),
     "watched": ("llama", ("train.noise_scale_every=2", "train.remat=true", "data.attend=row")),
 }
 

@@ -112,6 +112,15 @@ def test_a_killed_rank_ends_the_others_at_once_and_the_run_goes_on(folder: Path,
     goes_on(folder, name, whole)
 
 
+def test_a_rank_that_is_killed_while_all_save_loses_no_step_of_the_run(folder: Path, whole: RunSpec) -> None:
+    first = before_step(1, 9, send(signal.SIGKILL))  # the save of step 8 has begun, and may be whole or not
+    with ranks(folder, "saving", "checkpoint.asynchronous=true", first=first) as run:
+        assert run.wait(START, [1]) == [-signal.SIGKILL]
+        assert run.wait(5, [0]) == [1], "within five seconds"
+    assert saved(folder, "saving")[0] == 4
+    goes_on(folder, "saving", whole, "checkpoint.asynchronous=true")
+
+
 def test_a_stopped_rank_is_given_up_after_the_timeout(folder: Path) -> None:
     begin = time.monotonic()
     with ranks(folder, "stopped", "mesh.timeout=3", first=before_step(1, 2, send(signal.SIGSTOP))) as run:

@@ -254,11 +254,15 @@ class TrainSpec:
 
 @frozen
 class CheckpointSpec:
-    """Save every ``every`` steps and at the end; keep the newest ``keep`` and each multiple of ``keep_every``."""
+    """Save every ``every`` steps and at the end; keep the newest ``keep`` and each multiple of ``keep_every``.
+
+    asynchronous: write while the next steps go on, from a copy of what each rank writes; the last save is waited for.
+    """
 
     every: int = 100
     keep: int = 2
     keep_every: int | None = None
+    asynchronous: bool = False
 
 
 @frozen
