@@ -98,10 +98,10 @@ def state_layout(state: Params, updates: Mapping[str, Placement]) -> dict[str, P
     0-d int64, are whole. updates: by the parameters' paths; `table.by_path` makes it of rows. ValueError for a leaf
     that belongs to no parameter.
     """
-    return {path: _owner_of(path, leaf, updates) for path, leaf in tree.flatten(state).items()}
+    return {path: _place_of(path, leaf, updates) for path, leaf in tree.flatten(state).items()}
 
 
-def _owner_of(path: str, leaf: Tensor, updates: Mapping[str, Placement]) -> Placement:
+def _place_of(path: str, leaf: Tensor, updates: Mapping[str, Placement]) -> Placement:
     if leaf.ndim == 0 and leaf.dtype == torch.int64:
         return WHOLE
     rest = path
