@@ -14,7 +14,7 @@ from ironfn.checkpoint.write import Sources, Written, copies
 from ironfn.layout.table import WHOLE_TABLE, Table
 from ironfn.mesh.agree import on_first, together
 from ironfn.mesh.axis import SINGLE, Mesh, any_rank
-from ironfn.types import Params
+from ironfn.types import Flat, Params
 
 WAIT = 0.05
 """Seconds that a rank waits for its own writing before it asks the others how they stand."""
@@ -64,7 +64,7 @@ class Saver:
 
     Every method is called by all ranks together, between the same steps. What `save` promises holds for all of them:
     a death at any moment loses nothing, and an error on any rank is raised on every rank, at the next call. A run ends
-    with `finish`; the memory of one copy of what this rank writes is held until then.
+    with `finish`. The memory of one copy of what this rank writes is kept from one `start` to the next.
 
     after: what rank 0 does once a checkpoint is visible, such as deleting old ones; its errors are everyone's too.
     """
@@ -76,6 +76,7 @@ class Saver:
     file_bytes: int = FILE_BYTES
     files: Files = DISK
     _writing: _Writing | None = field(default=None, init=False)
+    _held: Flat = field(factory=dict, init=False)
 
     def save(self, step: int, tree: Params, meta: Mapping[str, object]) -> Path:
         """Write a checkpoint and wait until it is there; first for the one before."""
@@ -97,7 +98,7 @@ class Saver:
             self.directory, step, tree, meta, self.layout, self.mesh, self.file_bytes, self.files
         )  # fmt: skip
         try:
-            sources = together(self.mesh, lambda: copies(under_way.plan.parts), device=under_way.device)
+            sources = together(self.mesh, lambda: copies(under_way.plan.parts, self._held), device=under_way.device)
         except BaseException:
             under_way.give_up()
             raise

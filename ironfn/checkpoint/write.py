@@ -15,6 +15,7 @@ from ironfn.checkpoint.manifest import Entry, FileRecord, Piece, header, place
 from ironfn.checkpoint.plan import Part
 from ironfn.checkpoint.shards import CHUNK
 from ironfn.layout.table import Box
+from ironfn.types import Flat
 
 Parts = Mapping[str, Part]
 Sources = Mapping[str, Iterable[memoryview]]
@@ -105,19 +106,22 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
             yield from chunks(tensor[begin : begin + count])
 
 
-def copies(parts: Parts) -> Sources:
+def copies(parts: Parts, held: Flat) -> Sources:
     """Copy parts into memory of their own, now, so that their tensors may change while the bytes are written.
 
+    held: that memory, by path; where it holds what fits it is used again, since new pages cost more than the copy.
     What is returned needs no torch to be read: a thread that is cut off when the process ends may not be inside it.
     """
-    held: dict[str, Tensor] = {}
+    for path in held.keys() - parts.keys():
+        del held[path]
     for path, part in parts.items():
-        pinned = part.tensor.device.type == "cuda"
-        held[path] = torch.empty(part.box.shape, dtype=part.tensor.dtype, pin_memory=pinned)
-        held[path].copy_(part.tensor, non_blocking=pinned)
-    if any(part.tensor.device.type == "cuda" for part in parts.values()):
+        tensor, shape = part.tensor, part.box.shape
+        if path not in held or (held[path].shape, held[path].dtype) != (shape, tensor.dtype):
+            held[path] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        held[path].copy_(tensor, non_blocking=tensor.is_cuda)
+    if any(part.tensor.is_cuda for part in parts.values()):
         torch.cuda.synchronize()
-    return {path: list(chunks(copy)) for path, copy in held.items()}
+    return {path: list(chunks(held[path])) for path in parts}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
