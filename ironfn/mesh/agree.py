@@ -35,7 +35,7 @@ def each(mesh: Mesh, data: bytes, device: Device = "cpu") -> Iterator[bytes]:
 def agree(
     mesh: Mesh, error: Exception | None, kinds: Sequence[type[Exception]] = (ValueError,), device: Device = "cpu"
 ) -> None:
-    """Raise on all ranks where there is an error on any, naming the ranks; return on all where there is none.
+    """Raise on all ranks where there is an error on any, naming the ranks if not all; return where there is none.
 
     Alone, the error itself is raised. On a mesh it is one of the same kind: an OSError of the same number, the first of
     ``kinds`` that it is one of, or else a RuntimeError.
@@ -46,13 +46,24 @@ def agree(
         return
     if not any_rank(mesh, error is not None, device):
         return
-    mine = b"" if error is None else json.dumps(_describe(error, kinds)).encode()
-    told = [(rank, *json.loads(text)) for rank, text in enumerate(each(mesh, mine, device)) if text]
+    mine = b"" if error is None else json.dumps((mesh.world.index, *_describe(error, kinds))).encode()
+    told = [json.loads(text) for text in each(mesh, mine, device) if text]
+    by_text: dict[str, list[int]] = {}
+    for rank, _, _, text in told:
+        by_text.setdefault(text, []).append(rank)
+    text = "; ".join(_whose(ranks, mesh) + text for text, ranks in by_text.items())
     _, kind, number, _ = told[0]
-    text = "; ".join(f"rank {rank}: {text}" for rank, _, _, text in told)
     if kind == "OSError":
         raise OSError(number, text) if number else OSError(text)
     raise {cls.__name__: cls for cls in kinds}.get(kind, RuntimeError)(text) from error
+
+
+def _whose(ranks: list[int], mesh: Mesh) -> str:
+    """Name the ranks that have an error, the first of many; what all have needs no name."""
+    if len(ranks) == mesh.world.size:
+        return ""
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:3]))}{more}: "
 
 
 def _describe(error: Exception, kinds: Sequence[type[Exception]]) -> tuple[str, int | None, str]:
