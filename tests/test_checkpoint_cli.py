@@ -10,6 +10,9 @@ from click.testing import CliRunner
 from drivers.ckpt import command
 from drivers.main import main
 from ironfn.checkpoint import save
+from ironfn.layout.table import Placement, cut, shard
+from ironfn.mesh import fake
+from ironfn.mesh.axis import Mesh
 
 
 def call(*arguments: object) -> tuple[int, str]:
@@ -61,6 +64,23 @@ def test_show_tells_step_leaves_and_spec(tmp_path: Path) -> None:
     assert "seed: 5" in out
     assert "spec:\nmodel:\n  width: 4" in out
     assert "step 1," in call("show", first)[1]
+
+
+def test_what_a_mesh_saved_is_shown_whole(tmp_path: Path) -> None:
+    layout = {"w": cut("dp", 1), "own": Placement(owner=1)}
+    whole = {"w": torch.ones(3, 4), "own": torch.ones(5)}
+
+    def write(mesh: Mesh) -> Path:
+        return save(tmp_path / "checkpoints", 1, shard(whole, layout, mesh), {}, layout=layout, mesh=mesh)
+
+    path = fake.run(write, dp=2, timeout=20)[0]
+    out = call("show", tmp_path)[1]
+    assert "w\tF32\t3x4\t48\tshard-00000-of-00002.safetensors, shard-00001-of-00002.safetensors" in out
+    assert "own\tF32\t5\t20\tshard-00001-of-00002.safetensors" in out
+    assert call("ls", tmp_path)[1].splitlines()[1].split("\t")[2] == "2"
+    assert call("verify", tmp_path) == (0, f"{path}: whole\n")
+    (path / "shard-00001-of-00002.safetensors").unlink()
+    assert "shard-00001-of-00002.safetensors: missing" in call("verify", tmp_path)[1]
 
 
 def test_a_run_without_checkpoints_is_told_so(tmp_path: Path) -> None:
