@@ -5,6 +5,7 @@ Rows past the sum of ``sizes`` belong to nobody: their results and gradients are
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,50 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ironfn.model.fused import Activation
-
-
-def _one_kernel(x: Tensor, w: Tensor) -> bool:
-    """Tell whether `grouped_mm` takes these: it wants strides of 16 bytes, and sizes stay on the device."""
-    return (
-        x.device.type == "cuda"
-        and x.dtype == w.dtype == torch.bfloat16
-        and all(size % 8 == 0 for size in (*x.shape[1:], *w.shape[1:]))
-    )
-
-
-def _ends(sizes: Tensor) -> Tensor:
-    return sizes.cumsum(0).to(torch.int32)
-
-
-def _without_tail(x: Tensor, sizes: Tensor) -> Tensor:
-    """Zero the rows that belong to nobody, without waiting for the device to know how many they are."""
-    return torch.where(torch.arange(len(x), device=x.device)[:, None] < sizes.sum(), x, 0.0)
-
-
-def products(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
-    """Return the rows x [n, in] times their experts' w [experts, in, out], the first ``sizes[0]`` times w[0], ….
-
-    It has no derivative: call it inside an `autograd.Function`.
-    """
-    if _one_kernel(x, w):
-        return _without_tail(F.grouped_mm(x, w, offs=_ends(sizes)), sizes)
-    out, start = x.new_empty(len(x), w.shape[2]), 0
-    for expert, size in enumerate(sizes.tolist()):
-        torch.mm(x[start : start + size], w[expert], out=out[start : start + size])
-        start += size
-    out[start:].zero_()
-    return out
-
-
-def weight_grads(x: Tensor, grad: Tensor, sizes: Tensor) -> Tensor:
-    """Return each expert's xᵀ grad over its own rows: [experts, in, out]; 0 for one without a row."""
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and x.shape[1] % 8 == grad.shape[1] % 8 == 0:
-        return F.grouped_mm(x.t(), grad, offs=_ends(sizes))
-    out, start = x.new_empty(len(sizes), x.shape[1], grad.shape[1]), 0
-    for expert, size in enumerate(sizes.tolist()):
-        torch.mm(x[start : start + size].t(), grad[start : start + size], out=out[expert])
-        start += size
-    return out
+from ironfn.model.matmul import product
 
 
 class _GroupedMlp(torch.autograd.Function):
@@ -65,10 +23,8 @@ class _GroupedMlp(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, sizes: Tensor, act: Activation
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        gate = None if w_gate is None else products(x, w_gate, sizes)
-        up = products(x, w_up, sizes)
-        middle = act.value(up) if gate is None else act.value(gate).mul_(up)
-        return products(middle, w_down, sizes), gate, up
+        way = _together if _one_kernel(x, w_up) else _one_by_one
+        return way(x, w_gate, w_up, w_down, sizes, act)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -79,30 +35,110 @@ class _GroupedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w_gate, w_up, w_down, sizes, gate, up = ctx.saved_tensors
-        need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
-        middle_grad = products(grad, w_down.transpose(1, 2), sizes)
-        if gate is None:
-            down_grad = weight_grads(ctx.act.value(up), grad, sizes) if need_down else None
-            up_grad = ctx.act.backward(middle_grad, up)
-            x_grad = products(up_grad, w_up.transpose(1, 2), sizes) if need_x else None
-            return x_grad, None, weight_grads(x, up_grad, sizes) if need_up else None, down_grad, None, None
-        value = ctx.act.value(gate)
-        down_grad = weight_grads(value * up, grad, sizes) if need_down else None
-        up_grad = value.mul_(middle_grad)
-        gate_grad = ctx.act.backward(middle_grad.mul_(up), gate)
-        x_grad = None
-        if need_x:
-            x_grad = products(gate_grad, w_gate.transpose(1, 2), sizes)
-            x_grad = x_grad.add_(products(up_grad, w_up.transpose(1, 2), sizes))
-        return (
-            x_grad,
-            weight_grads(x, gate_grad, sizes) if need_gate else None,
-            weight_grads(x, up_grad, sizes) if need_up else None,
-            down_grad,
-            None,
-            None,
-        )
+        x, _w, w_up, *_rest = saved = ctx.saved_tensors
+        way = _together_backward if _one_kernel(x, w_up) else _one_by_one_backward
+        return *way(grad, saved, ctx.act, ctx.needs_input_grad[:4]), None, None
+
+
+Needs = tuple[bool, bool, bool, bool]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _spans(sizes: Tensor) -> list[slice]:
+    """Return each expert's rows, and those at the end that belong to nobody."""
+    ends = [0, *sizes.cumsum(0).tolist(), None]
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def _one_by_one(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, sizes: Tensor, act: Activation
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Take one expert after the other, so that what lies between its products never leaves the cache."""
+    up = x.new_empty(len(x), w_up.shape[2])
+    gate, out = None if w_gate is None else torch.empty_like(up), torch.empty_like(x)
+    *experts, nobody = _spans(sizes)
+    for expert, at in enumerate(experts):
+        middle = up[at].copy_(product(x[at], w_up[expert]))
+        if w_gate is None or gate is None:
+            middle = act.value(middle)
+        else:
+            middle = act.value(gate[at].copy_(product(x[at], w_gate[expert]))).mul_(middle)
+        out[at].copy_(product(middle, w_down[expert]))
+    out[nobody].zero_()
+    return out, gate, up
+
+
+def _one_by_one_backward(grad: Tensor, saved: tuple[Any, ...], act: Activation, needs: Needs) -> Grads:
+    x, w_gate, w_up, w_down, sizes, gate, up = saved
+    x_grad = torch.empty_like(x) if needs[0] else None
+    gate_grads, up_grads, down_grads = (
+        torch.empty_like(w, memory_format=torch.contiguous_format) if need else None
+        for w, need in zip((w_gate, w_up, w_down), needs[1:], strict=True)
+    )
+    *experts, nobody = _spans(sizes)
+    for expert, at in enumerate(experts):
+        middle_grad = product(grad[at], w_down[expert].t())
+        value = act.value(up[at] if gate is None else gate[at])
+        _weight_grad(down_grads, expert, value if gate is None else value * up[at], grad[at])
+        up_grad = act.backward(middle_grad, up[at]) if gate is None else value.mul_(middle_grad)
+        gate_grad = None if gate is None else act.backward(middle_grad.mul_(up[at]), gate[at])
+        _weight_grad(up_grads, expert, x[at], up_grad)
+        if gate_grad is not None:
+            _weight_grad(gate_grads, expert, x[at], gate_grad)
+        if x_grad is not None:
+            x_grad[at].copy_(product(up_grad, w_up[expert].t()))
+            if gate_grad is not None:
+                x_grad[at].add_(product(gate_grad, w_gate[expert].t()))
+    if x_grad is not None:
+        x_grad[nobody].zero_()
+    return x_grad, gate_grads, up_grads, down_grads
+
+
+def _weight_grad(grads: Tensor | None, expert: int, x: Tensor, grad: Tensor) -> None:
+    """Write xᵀ grad into its place in the stack; 0 for an expert without a row."""
+    if grads is not None:
+        torch.mm(x.t(), grad, out=grads[expert])
+
+
+def _one_kernel(x: Tensor, w: Tensor) -> bool:
+    """Tell whether `grouped_mm` takes these: it wants strides of 16 bytes, and leaves the sizes on the device."""
+    return x.device.type == "cuda" and x.dtype == w.dtype == torch.bfloat16 and w.shape[1] % 8 == w.shape[2] % 8 == 0
+
+
+def _together(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, sizes: Tensor, act: Activation
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Give all experts' products to one kernel, and never ask the device how many rows each of them has."""
+    ends = sizes.cumsum(0).to(torch.int32)
+    up = F.grouped_mm(x, w_up, offs=ends)
+    gate = None if w_gate is None else F.grouped_mm(x, w_gate, offs=ends)
+    middle = act.value(up) if gate is None else act.value(gate).mul_(up)
+    return _without_tail(F.grouped_mm(middle, w_down, offs=ends), ends), gate, up
+
+
+def _together_backward(grad: Tensor, saved: tuple[Any, ...], act: Activation, needs: Needs) -> Grads:
+    x, w_gate, w_up, w_down, sizes, gate, up = saved
+    ends = sizes.cumsum(0).to(torch.int32)
+    middle_grad = F.grouped_mm(grad, w_down.transpose(1, 2), offs=ends)
+    value = act.value(up if gate is None else gate)
+    middle = value if gate is None else value * up
+    down_grads = F.grouped_mm(middle.t(), grad, offs=ends) if needs[3] else None
+    up_grad = act.backward(middle_grad, up) if gate is None else value.mul_(middle_grad)
+    gate_grad = None if gate is None else act.backward(middle_grad.mul_(up), gate)
+    x_grad = F.grouped_mm(up_grad, w_up.transpose(1, 2), offs=ends) if needs[0] else None
+    if x_grad is not None and gate_grad is not None:
+        x_grad += F.grouped_mm(gate_grad, w_gate.transpose(1, 2), offs=ends)
+    return (
+        None if x_grad is None else _without_tail(x_grad, ends),
+        F.grouped_mm(x.t(), gate_grad, offs=ends) if gate_grad is not None and needs[1] else None,
+        F.grouped_mm(x.t(), up_grad, offs=ends) if needs[2] else None,
+        down_grads,
+    )
+
+
+def _without_tail(x: Tensor, ends: Tensor) -> Tensor:
+    """Zero the rows that belong to nobody, which the kernel leaves as it finds them."""
+    return torch.where(torch.arange(len(x), device=x.device)[:, None] < ends[-1], x, 0.0)
 
 
 def grouped_mlp(
