@@ -17,6 +17,7 @@ from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
 from ironfn.layout.fsdp import fetch
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.model import experts
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout, by_mask, by_span, written_out
 from ironfn.model.forward import Forward, keep
@@ -76,9 +77,10 @@ class Job:
         return State(0, params, self.places.optimizer.init(params), extra=extra)
 
     def noise(self, state: State, batch: Batch) -> dict[str, float]:
-        """Measure the gradient noise scale on a batch. The spec has no experts then."""
-        loss = lm_loss(self.arch, evolve(self.how, attention=written_out), chunk=self.spec.train.loss_chunk)
-        return noise_scale(loss, state.params, batch, self.mesh)
+        """Measure the gradient noise scale on a batch."""
+        how = evolve(self.how, attention=written_out, experts=experts.written_out)
+        loss = lm_loss(self.arch, how, chunk=self.spec.train.loss_chunk)
+        return noise_scale(loss, state.model, batch, self.mesh)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

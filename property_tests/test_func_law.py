@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,14 +16,16 @@ from ironfn.grad.remat import recompute
 from ironfn.grad.value_and_grad import value_and_grad
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE
+from ironfn.model import experts
 from ironfn.model.arch import Arch
 from ironfn.model.attention import by_mask, by_span, written_out
 from ironfn.model.forward import Forward
 from ironfn.types import Batch, Params
+from property_tests.scenario import mixtures
 from property_tests.strategies import archs, batch_of, params_of
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
-WRITTEN_OUT = Forward(attention=written_out)
+WRITTEN_OUT = Forward(attention=written_out, experts=experts.written_out)
 
 
 def same(found: Params, expected: Params) -> None:
@@ -29,8 +34,15 @@ def same(found: Params, expected: Params) -> None:
         torch.testing.assert_close(leaf, theirs[path], **CLOSE, msg=lambda m, p=path: f"{p}: {m}")
 
 
+def arch_with(data: st.DataObject, **moe: Any) -> Arch:
+    """Draw a dense model, or a mixture with some fields given."""
+    if not data.draw(st.booleans(), "experts"):
+        return data.draw(archs())
+    return data.draw(archs(moe=evolve(data.draw(mixtures(1, 1)), **moe), mlp_bias=False, layers=2))
+
+
 def drawn(data: st.DataObject) -> tuple[Arch, Params, Batch]:
-    arch = data.draw(archs())
+    arch = arch_with(data)
     return arch, params_of(arch), batch_of(arch, 3, 8, data.draw(st.integers(0, 99)), data.draw(st.booleans()))
 
 
@@ -86,11 +98,11 @@ def packed(documents: list[Tensor], length: int) -> Batch:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_document_is_the_same_alone_padded_or_packed(data: st.DataObject) -> None:
-    arch = data.draw(archs())
+    arch = arch_with(data, capacity=None)
     params, sizes = params_of(arch), data.draw(st.lists(st.integers(2, 5), min_size=1, max_size=3))
     documents = [torch.randint(0, arch.vocab, (n,)) for n in sizes]
     attention = data.draw(st.sampled_from([by_span, by_mask, written_out]))
-    vg = value_and_grad(lm_loss(arch, Forward(attention=attention), chunk=5))
+    vg = value_and_grad(lm_loss(arch, Forward(attention=attention), chunk=5, penalties=False))
     together, grads = vg(params, packed(documents, 16), SINGLE)
     total, sums = torch.zeros((), dtype=torch.float64), tree.map(torch.zeros_like, params)
     for document in documents:

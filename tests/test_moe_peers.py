@@ -108,7 +108,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("pad", [0, 6])
 def test_the_balance_of_a_batch_is_that_of_transformers(top_k: int, pad: int) -> None:
-    """Theirs is top_k where all is even, and ours is 1; with more than one block theirs is not the sum of the blocks'."""
+    """Theirs is top_k where all is even, and ours is 1; of several blocks theirs is no sum."""
     arch = peers.make_arch("llama", 101, layers=1, moe=arch_of(top_k=top_k, balance="batch", renormalize=False).moe)
     params = params_of(arch)
     tokens = torch.randint(0, arch.vocab, (3, 20))

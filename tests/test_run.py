@@ -244,6 +244,13 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "muon": ("llama", ("optim.name=muon", "data.workers=2")),
     "bfloat16": ("llama", ("train.precision.params=bfloat16", "train.precision.compute=bfloat16", "data.workers=3")),
     "asynchronous": ("llama", ("checkpoint.asynchronous=true", "checkpoint.every=2")),
+    "experts": (
+        "llama",
+        (
+            *("model.moe.experts=4", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01", "model.moe.jitter=0.1"),
+            *("model.moe.capacity=1.0", "train.micro_batch=2", "train.noise_scale_every=6"),
+        ),
+    ),
     "watched": ("llama", ("train.noise_scale_every=2", "train.remat=true", "data.attend=row")),
 }
 

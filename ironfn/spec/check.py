@@ -242,15 +242,14 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
 
 def _whole_only(spec: RunSpec) -> Iterator[Found]:
     """Refuse what needs every parameter whole on each rank, and no exchange inside the model, on other meshes."""
-    mesh, moe, train = spec.mesh, spec.model.moe, spec.train
-    split = "tp" if mesh.tp > 1 else "fsdp" if mesh.fsdp else None
+    mesh, train = spec.mesh, spec.train
+    split = next((name for name in ("tp", "ep") if getattr(mesh, name) > 1), "fsdp" if mesh.fsdp else None)
     if train.compile and split is not None:
         what = f"a compiled model cannot exchange anything between ranks; take mesh.{split} out, or this"
         yield (("train", "compile"), ("mesh", split)), what
-    if train.noise_scale_every is not None and (split is not None or moe.experts):
-        at, why = (("mesh", split), f"mesh.{split}") if split else (("model", "moe", "experts"), "experts")
-        what = f"the gradient of single rows cannot be had with {why}; leave one of them out"
-        yield (("train", "noise_scale_every"), at), what
+    if train.noise_scale_every is not None and split is not None:
+        what = f"the gradient of single rows cannot be had with mesh.{split}; leave one of them out"
+        yield (("train", "noise_scale_every"), ("mesh", split)), what
 
 
 def _train(spec: RunSpec) -> Iterator[Found]:
