@@ -12,7 +12,7 @@ import click
 PARTS = MappingProxyType(
     {
         "pretrain": ("startup", "step", "optimizers", "prepare", "damage", "kills", "quickstart"),
-        "mesh": ("states", "saving", "ledger", "reduction", "law"),
+        "mesh": ("states", "saving", "ledger", "experts", "reduction", "law"),
     }
 )
 """The modules whose figures make a part, the quick ones first."""

@@ -46,7 +46,7 @@ def same(found: Params, expected: Params) -> None:
 
 
 def steps(
-    arch: Arch, params: Params, batch: Batch, mesh: Mesh, how: Forward, count: int = 3, micro: int | None = None
+    arch: Arch, params: Params, batch: Batch, mesh: Mesh, how: Forward, count: int = 2, micro: int | None = None
 ) -> tuple[State, list[dict[str, float]]]:
     """Take steps of AdamW on this rank's share; return the state with whole parameters, and the metrics."""
     layout = table(mesh.sequence_parallel)
