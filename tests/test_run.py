@@ -415,7 +415,7 @@ def test_every_shipped_spec_prepares_and_runs(folder: Path, name: str) -> None:
     sets = load_spec([find_spec(name)], [], PRESETS).data.sets
     here = folder / name.replace("/", "-")
     overrides = [f"data.dir={here}/data", f"out={here}/runs", "data.tokenizer.vocab_size=300", "data.length=32"]
-    overrides += ["model.width=32", "model.layers=1", "model.heads=2", "model.ffn=48", "data.split.validation=0.2"]
+    overrides += ["model.width=32", "model.layers=2", "model.heads=2", "model.ffn=48", "data.split.validation=0.2"]
     overrides += [f"data.sets.{each}.sources=[{folder}/code.jsonl, {folder}/prose.txt]" for each in sets]
     overrides += [
         "train.steps=2",
