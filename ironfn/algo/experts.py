@@ -19,7 +19,7 @@ def router_bias(arch: Arch) -> Params:
     moe = arch.moe
     if moe is None or moe.bias_rate == 0.0:
         return {}
-    layers = range(moe.dense_layers, arch.layers)
+    layers = arch.expert_layers
     return tree.unflatten({f"blocks/{layer}/mlp/router/bias": torch.zeros(moe.experts) for layer in layers})
 
 
@@ -46,13 +46,13 @@ def watch_experts(arch: Arch) -> Carry:
             "load_min": float(relative.amin(1).mean()),
             "dropped": float(counts["dropped"].sum()) / max(float(load.sum()), 1.0),
         }
-        for layer, row in enumerate(relative.tolist(), moe.dense_layers):
+        for layer, row in zip(arch.expert_layers, relative.tolist(), strict=True):
             metrics |= {f"load/{layer}/{expert}": value for expert, value in enumerate(row)}
         if "fixed" not in extra:
             return extra, metrics
         change = moe.bias_rate * (load.mean(1, keepdim=True) - load).sign()
         moved = {
-            path: bias + change[int(path.split("/")[1]) - moe.dense_layers].to(bias)
+            path: bias + change[arch.expert_layers.index(int(path.split("/")[1]))].to(bias)
             for path, bias in tree.flatten(tree.branch(extra, "fixed")).items()
             if path.endswith("/router/bias")
         }

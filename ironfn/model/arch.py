@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from attrs import evolve, frozen
+import attrs
+from attrs import evolve, field, frozen
 
-from ironfn.spec.records import ModelSpec, MoeSpec
+from ironfn.spec.check_model import model_faults
+from ironfn.spec.records import ModelSpec, MoeSpec, RopeSpec
 
 
-@frozen
+@frozen(kw_only=True)
 class Arch:
-    """Fix the shapes and the mathematics of a decoder.
+    """Fix the shapes and the mathematics of a decoder: the fields of `spec.records.ModelSpec`, none left open.
 
     vocab: ids that exist. rows: rows of the embedding, a multiple chosen by the spec; logits past ``vocab`` are none.
-    moe: None for a dense model; its ffn is filled in.
+    moe: None for a dense model; its ffn and shared_ffn are filled in.
     """
 
     vocab: int
@@ -29,12 +31,27 @@ class Arch:
     context: int
     norm: Literal["rms", "layer"]
     norm_eps: float
-    positions: Literal["rotary", "learned", "none"]
+    norm_offset: bool = False
+    post_norms: bool = False
+    parallel: bool = False
+    positions: Literal["rotary", "learned", "alibi", "none"]
     rope_theta: float
+    rope_fraction: float = 1.0
+    rope: RopeSpec = field(factory=RopeSpec)
+    rope_local_theta: float | None = None
+    windows: list[int] = field(factory=list)
+    qk_norm: Literal["none", "head", "width"] = "none"
     mlp: Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
     attention_bias: bool
+    attention_out_bias: bool | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
     mlp_bias: bool
     norm_bias: bool
+    embed_scale: bool = False
+    embed_norm: bool = False
+    head_bias: bool = False
+    logit_softcap: float | None = None
     tied: bool
     dropout: float
     init_std: float
@@ -45,9 +62,31 @@ class Arch:
         """Tell whether the feed-forward has a gate (Shazeer 2020, arXiv 2002.05202)."""
         return self.mlp in ("swiglu", "geglu")
 
+    @property
+    def out_bias(self) -> bool:
+        """Tell whether attention's last product has a bias."""
+        return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many numbers of a head are turned."""
+        return int(self.head_dim * self.rope_fraction)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the blocks that are mixtures of experts."""
+        moe = self.moe
+        if moe is None:
+            return ()
+        return tuple(n for n in range(moe.dense_layers, self.layers) if (n + 1) % moe.every == 0)
+
     def has_experts(self, layer: int) -> bool:
         """Tell whether this block is a mixture of experts."""
-        return self.moe is not None and layer >= self.moe.dense_layers
+        return layer in self.expert_layers
+
+    def window(self, layer: int) -> int:
+        """Return how many tokens the positions of this block see, themselves included; 0 is all before them."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
 
 
 def complete(spec: ModelSpec, vocab_size: int) -> Arch:
@@ -60,51 +99,26 @@ def complete(spec: ModelSpec, vocab_size: int) -> Arch:
         raise ValueError(
             f"model.vocab_size is {vocab}, but the tokenizer has {vocab_size} ids; leave it out or raise it"
         )
-    if spec.head_dim is None and spec.width % spec.heads:
-        raise ValueError(f"model.width {spec.width} does not divide by model.heads {spec.heads}; set model.head_dim")
-    kv_heads = spec.kv_heads or spec.heads
-    if spec.heads % kv_heads:
-        raise ValueError(f"model.heads {spec.heads} does not divide by model.kv_heads {kv_heads}")
-    head_dim = spec.head_dim or spec.width // spec.heads
-    if spec.positions == "rotary" and head_dim % 2:
-        raise ValueError(f"rotary positions turn pairs: head_dim {head_dim} is odd; choose an even model.head_dim")
+    for paths, what in model_faults(spec):
+        raise ValueError(f"{'.'.join(map(str, paths[0]))}: {what}")
     ffn = spec.ffn or _usual_ffn(spec)
-    return Arch(
-        vocab=vocab,
-        rows=math.ceil(vocab / spec.pad_vocab_to) * spec.pad_vocab_to,
-        width=spec.width,
-        layers=spec.layers,
-        heads=spec.heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=ffn,
-        context=spec.context,
-        norm=spec.norm,
-        norm_eps=spec.norm_eps,
-        positions=spec.positions,
-        rope_theta=spec.rope_theta,
-        mlp=spec.mlp,
-        attention_bias=spec.attention_bias,
-        mlp_bias=spec.mlp_bias,
-        norm_bias=spec.norm_bias,
-        tied=spec.tied,
-        dropout=spec.dropout,
-        init_std=spec.init_std,
-        moe=_experts(spec, ffn),
-    )
+    both = attrs.fields_dict(Arch).keys() & attrs.fields_dict(ModelSpec).keys()
+    known: dict[str, Any] = {name: getattr(spec, name) for name in both} | {
+        "vocab": vocab,
+        "rows": math.ceil(vocab / spec.pad_vocab_to) * spec.pad_vocab_to,
+        "kv_heads": spec.kv_heads or spec.heads,
+        "head_dim": spec.head_dim or spec.width // spec.heads,
+        "ffn": ffn,
+        "moe": _experts(spec.moe, ffn),
+    }
+    return Arch(**known)
 
 
-def _experts(spec: ModelSpec, ffn: int) -> MoeSpec | None:
-    moe = spec.moe
+def _experts(moe: MoeSpec, ffn: int) -> MoeSpec | None:
     if moe.experts == 0:
         return None
-    if moe.top_k > moe.experts:
-        raise ValueError(f"model.moe.top_k is {moe.top_k}, but there are {moe.experts} experts to choose from")
-    if moe.dense_layers >= spec.layers:
-        raise ValueError(f"model.moe.dense_layers {moe.dense_layers} leaves none of {spec.layers} layers with experts")
-    if spec.mlp_bias:
-        raise ValueError("experts have no biases: set model.mlp_bias to false, or model.moe.experts to 0")
-    return evolve(moe, ffn=moe.ffn or ffn)
+    each = moe.ffn or ffn
+    return evolve(moe, ffn=each, shared_ffn=moe.shared_ffn or each)
 
 
 def _usual_ffn(spec: ModelSpec) -> int:

@@ -21,14 +21,22 @@ def shapes(arch: Arch) -> Shapes:
     found: Shapes = {"embed/tokens": (arch.rows, arch.width)}
     if arch.positions == "learned":
         found["embed/positions"] = (arch.context, arch.width)
+    if arch.embed_norm:
+        found |= _norm(arch, "embed/norm")
     for layer in range(arch.layers):
-        mlp = _experts(arch) if arch.has_experts(layer) else _mlp(arch)
-        block = _norm(arch, "norm1") | _attention(arch) | _norm(arch, "norm2") | mlp
-        found |= {f"blocks/{layer}/{path}": shape for path, shape in block.items()}
+        found |= {f"blocks/{layer}/{path}": shape for path, shape in _block(arch, layer).items()}
     found |= _norm(arch, "norm")
     if not arch.tied:
         found["head/w"] = (arch.rows, arch.width)
-    return found
+    return found | ({"head/b": (arch.rows,)} if arch.head_bias else {})
+
+
+def _block(arch: Arch, layer: int) -> Shapes:
+    """List a block's leaves in the order of their use; a parallel block has one norm for both halves."""
+    mlp = _experts(arch) if arch.has_experts(layer) else _mlp(arch)
+    post1, post2 = (_norm(arch, f"post_norm{n}") if arch.post_norms else Shapes() for n in (1, 2))
+    norm2 = {} if arch.parallel else _norm(arch, "norm2")
+    return _norm(arch, "norm1") | _attention(arch) | post1 | norm2 | mlp | post2
 
 
 def _norm(arch: Arch, name: str) -> Shapes:
@@ -44,7 +52,13 @@ def _attention(arch: Arch) -> Shapes:
         "attn/wo": (queries, arch.width),
     }
     if arch.attention_bias:
-        found |= {"attn/bq": (queries,), "attn/bk": (keys,), "attn/bv": (keys,), "attn/bo": (arch.width,)}
+        found |= {"attn/bq": (queries,), "attn/bk": (keys,), "attn/bv": (keys,)}
+    if arch.out_bias:
+        found["attn/bo"] = (arch.width,)
+    if arch.qk_norm != "none":
+        one = arch.qk_norm == "head"
+        found["attn/q_norm/scale"] = (arch.head_dim if one else queries,)
+        found["attn/k_norm/scale"] = (arch.head_dim if one else keys,)
     return found
 
 
@@ -64,7 +78,9 @@ def _experts(arch: Arch) -> Shapes:
     ffn = moe.ffn or arch.ffn
     found: Shapes = {"mlp/router/w": (arch.width, moe.experts)}
     found |= {p: (moe.experts, *shape) for p, shape in _feed_forward(arch, "mlp/experts", ffn).items()}
-    return found | (_feed_forward(arch, "mlp/shared", ffn * moe.shared) if moe.shared else {})
+    if moe.shared_gate:
+        found["mlp/shared_gate/w"] = (arch.width, 1)
+    return found | (_feed_forward(arch, "mlp/shared", (moe.shared_ffn or ffn) * moe.shared) if moe.shared else {})
 
 
 def _feed_forward(arch: Arch, name: str, ffn: int) -> Shapes:
@@ -73,15 +89,15 @@ def _feed_forward(arch: Arch, name: str, ffn: int) -> Shapes:
 
 
 def first_value(path: str, shape: tuple[int, ...], arch: Arch, seed: int) -> Tensor:
-    """Draw one leaf in float32: scales 1, biases 0, matrices N(0, init_std²).
+    """Draw one leaf in float32: scales 1 (0, where norms multiply by 1 + scale), biases 0, matrices N(0, init_std²).
 
     What a block adds to the residual stream (wo, w_down) is drawn with std / sqrt(2 layers)
     (Radford et al. 2019, section 2.3). The draw depends on the seed and the path alone.
     """
     name = path.rsplit("/", 1)[-1]
     if name == "scale":
-        return torch.ones(shape)
-    if name == "bias" or name.startswith("b_") or name in ("bq", "bk", "bv", "bo"):
+        return torch.zeros(shape) if arch.norm_offset else torch.ones(shape)
+    if name == "bias" or name.startswith("b_") or name in ("bq", "bk", "bv", "bo", "b"):
         return torch.zeros(shape)
     std = arch.init_std / math.sqrt(2 * arch.layers) if name in ("wo", "w_down") else arch.init_std
     return rng.normal(shape, std, seed, "init", path)

@@ -51,7 +51,7 @@ def route(x_BtD: Tensor, p: Params, layer: int, arch: Arch, mesh: Mesh, how: For
     logits = _logits(x_BtD, p, layer, moe, mesh, how, batch)
     scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(-1)
     if "experts" in batch:
-        whole = batch["experts"][:, :, layer - moe.dense_layers].to(logits.device)
+        whole = batch["experts"][:, :, arch.expert_layers.index(layer)].to(logits.device)
         chosen = share(whole, mesh).clamp(min=0)
     else:
         chosen = _choose(logits, scores, maybe(p, "bias"), moe.top_k)
@@ -81,7 +81,7 @@ def check_given(batch: Batch, arch: Arch) -> None:
     moe, given, tokens = arch.moe, batch["experts"], batch["tokens"]
     if moe is None:
         raise ValueError("batch['experts'] tells a routing, but the model has no experts; leave it out")
-    shape = (*tokens.shape, arch.layers - moe.dense_layers, moe.top_k)
+    shape = (*tokens.shape, len(arch.expert_layers), moe.top_k)
     if given.shape != shape or given.is_floating_point():
         raise ValueError(
             f"batch['experts'] is {given.dtype} {list(given.shape)}; this model and batch want int64 {list(shape)}: "

@@ -6,28 +6,30 @@ from ironfn.layout.table import WHOLE, Placement, Table, cut
 
 _ROWS = cut("tp", 0)
 _COLUMNS = cut("tp", 1)
-_BETWEEN = Placement(partial=("tp",))
+_PARTIAL = Placement(partial=("tp",))
 
 
 def table(sequence_parallel: bool) -> Table:
     """Return the layout of every leaf that `init.shapes` names.
 
     Under sequence parallelism the leaves between the tensor-parallel regions see a share of the positions.
-    Experts are shared out over ep, and each of them over tp as a dense feed-forward is.
+    Experts are shared out over ep, and each of them over tp as a dense feed-forward is. What is whole inside those
+    regions (norms of queries and keys, the gate of shared experts) works with this rank's heads or part of a sum alone.
     """
-    between = _BETWEEN if sequence_parallel else WHOLE
+    between = _PARTIAL if sequence_parallel else WHOLE
     return (
-        (r"embed/tokens|head/w", _ROWS),
+        (r"embed/tokens|head/(w|b)", _ROWS),
         (r"blocks/\d+/attn/(wq|wk|wv)", _COLUMNS),
         (r"blocks/\d+/attn/(bq|bk|bv)", _ROWS),
         (r"blocks/\d+/attn/wo", _ROWS),
+        (r"blocks/\d+/(attn/(q|k)_norm/scale|mlp/shared_gate/w)", _PARTIAL),
         (r"blocks/\d+/mlp/(shared/)?(w_gate|w_up)", _COLUMNS),
         (r"blocks/\d+/mlp/(b_gate|b_up)", _ROWS),
         (r"blocks/\d+/mlp/(shared/)?w_down", _ROWS),
         (r"blocks/\d+/mlp/experts/(w_gate|w_up)", Placement((("ep", 0), ("tp", 2)))),
         (r"blocks/\d+/mlp/experts/w_down", Placement((("ep", 0), ("tp", 1)))),
         (r"blocks/\d+/mlp/router/(w|bias)", between),
-        (r"embed/positions", between),
+        (r"embed/(positions|norm/(scale|bias))", between),
         (r"blocks/\d+/(attn/bo|mlp/b_down)", between),
-        (r"(blocks/\d+/)?norm\d?/(scale|bias)", between),
+        (r"(blocks/\d+/)?(post_)?norm\d?/(scale|bias)", between),
     )

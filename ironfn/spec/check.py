@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from ironfn.spec.check_experts import experts
+from ironfn.spec.check_model import model_faults
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import Path, show
 
@@ -31,6 +32,7 @@ def _between(low: int, high: int) -> Rule:
 ABOVE_ZERO: Rule = (lambda value: value > 0, "has to be above 0")
 NOT_NEGATIVE: Rule = (lambda value: value >= 0, "cannot be negative")
 SHARE: Rule = (lambda value: 0 <= value <= 1, "has to lie between 0 and 1")
+ABOVE_ZERO_TO_ONE: Rule = (lambda value: 0 < value <= 1, "has to be above 0 and at most 1")
 BELOW_ONE: Rule = (lambda value: 0 <= value < 1, "has to be at least 0 and below 1")
 WRITTEN: Rule = (lambda value: bool(value.strip()) and "\0" not in value, "cannot be empty")
 ONE_NAME: Rule = (
@@ -53,13 +55,30 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "model.context": _at_least(1),
         "model.norm_eps": ABOVE_ZERO,
         "model.rope_theta": ABOVE_ZERO,
+        "model.rope_fraction": ABOVE_ZERO_TO_ONE,
+        "model.rope_local_theta": ABOVE_ZERO,
+        "model.rope.factor": _at_least(1),
+        "model.rope.original_context": _at_least(1),
+        "model.rope.low_freq_factor": ABOVE_ZERO,
+        "model.rope.high_freq_factor": ABOVE_ZERO,
+        "model.rope.beta_fast": ABOVE_ZERO,
+        "model.rope.beta_slow": ABOVE_ZERO,
+        "model.rope.attention_factor": ABOVE_ZERO,
+        "model.windows": (lambda value: all(n >= 0 for n in value), "cannot hold a negative window"),
+        "model.attention_scale": ABOVE_ZERO,
+        "model.attention_softcap": ABOVE_ZERO,
+        "model.logit_softcap": ABOVE_ZERO,
         "model.dropout": BELOW_ONE,
         "model.init_std": ABOVE_ZERO,
         "model.moe.experts": NOT_NEGATIVE,
         "model.moe.top_k": _at_least(1),
         "model.moe.ffn": _at_least(1),
         "model.moe.shared": NOT_NEGATIVE,
+        "model.moe.shared_ffn": _at_least(1),
         "model.moe.dense_layers": NOT_NEGATIVE,
+        "model.moe.every": _at_least(1),
+        "model.moe.groups": _at_least(1),
+        "model.moe.group_top_k": _at_least(1),
         "model.moe.scale": ABOVE_ZERO,
         "model.moe.balance_weight": NOT_NEGATIVE,
         "model.moe.bias_rate": NOT_NEGATIVE,
@@ -163,15 +182,7 @@ def _regexes(section: Path, regexes: Iterable[tuple[str | int, str]]) -> Iterato
 
 def _model(spec: RunSpec) -> Iterator[Found]:
     model = spec.model
-    width, heads, kv_heads = ("model", "width"), ("model", "heads"), ("model", "kv_heads")
-    if model.kv_heads is not None and model.heads % model.kv_heads:
-        yield (kv_heads, heads), f"{model.heads} heads cannot share {model.kv_heads} key/value heads evenly"
-    if model.head_dim is None and model.width % model.heads:
-        yield (heads, width), f"{model.heads} heads do not divide the width {model.width}; or give model.head_dim"
-    head_dim = model.head_dim or model.width // model.heads
-    if model.positions == "rotary" and head_dim % 2:
-        what = f"rotary positions turn pairs, and {head_dim} is odd"
-        yield (("model", "head_dim"), heads, width), what
+    yield from model_faults(model)
     trained = spec.data.tokenizer.vocab_size if spec.data.tokenizer.file is None else 0
     if model.vocab_size is not None and model.vocab_size < trained:
         what = f"{model.vocab_size} ids are too few for the tokenizer's {trained} (data.tokenizer.vocab_size)"

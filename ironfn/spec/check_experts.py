@@ -34,21 +34,14 @@ def experts(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
 
 
 def _shapes(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
-    model, moe, mesh = spec.model, spec.model.moe, spec.mesh
-    if moe.top_k > moe.experts:
-        yield (_TOP_K, _EXPERTS), f"{moe.top_k} choices are more than the {moe.experts} experts (model.moe.experts)"
-    if moe.dense_layers >= model.layers:
-        what = f"{moe.dense_layers} dense layers of {model.layers} (model.layers) leave none with experts"
-        yield ((*_AT, "dense_layers"), ("model", "layers")), what
-    if model.mlp_bias:
-        what = "experts have no biases; write `mlp_bias: false`, also where the preset sets it"
-        yield (("model", "mlp_bias"), _EXPERTS), what
+    moe, mesh = spec.model.moe, spec.mesh
     if moe.experts % mesh.ep:
         what = f"{mesh.ep} ranks cannot share {moe.experts} experts evenly (model.moe.experts)"
         yield (("mesh", "ep"), _EXPERTS), what
-    if moe.ffn is not None and moe.ffn % mesh.tp:
-        what = f"{mesh.tp} ranks cannot share an expert's ffn of {moe.ffn} evenly (model.moe.ffn)"
-        yield (("mesh", "tp"), (*_AT, "ffn")), what
+    for name, ffn in (("ffn", moe.ffn), ("shared_ffn", moe.shared_ffn)):
+        if ffn is not None and ffn % mesh.tp:
+            what = f"{mesh.tp} ranks cannot share an expert's ffn of {ffn} evenly (model.moe.{name})"
+            yield (("mesh", "tp"), (*_AT, name)), what
 
 
 def _routing(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:

@@ -6,67 +6,9 @@ from typing import Literal
 
 from attrs import field, frozen
 
-
-@frozen
-class MoeSpec:
-    """Replace the feed-forward of a block by a mixture of experts. ``experts`` 0 means dense.
-
-    top_k: experts a token. ffn: width of one expert; None takes model.ffn. shared: experts that every token goes
-    through as well. dense_layers: this many first blocks stay dense.
-    score: ``softmax`` over all experts, ``softmax_chosen`` over the chosen ones alone, or ``sigmoid``.
-    renormalize: the chosen weights sum to 1. scale: what they are multiplied by at the end.
-    balance: the load-balancing loss: of each ``sequence``, of the whole ``batch``, or ``none``.
-    bias_rate: above 0, a bias on the choice alone is moved by this much a step towards equal loads (DeepSeek-V3).
-    z_weight: of the router z-loss. jitter: the router's input is multiplied by 1 ± this at random.
-    capacity: an expert takes at most this multiple of its fair share of a sequence; None drops nothing.
-    """
-
-    experts: int = 0
-    top_k: int = 2
-    ffn: int | None = None
-    shared: int = 0
-    dense_layers: int = 0
-    score: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    balance: Literal["sequence", "batch", "none"] = "sequence"
-    balance_weight: float = 0.01
-    bias_rate: float = 0.0
-    z_weight: float = 0.0
-    jitter: float = 0.0
-    capacity: float | None = None
-
-
-@frozen
-class ModelSpec:
-    """Describe a decoder. ``preset`` names the family whose values fill what the file leaves out.
-
-    vocab_size: ids that exist; None takes the tokenizer's. pad_vocab_to: the table's rows are rounded up to a multiple.
-    kv_heads, head_dim, ffn: None means heads, width / heads, and the family's usual multiple of the width.
-    """
-
-    preset: str = "llama"
-    vocab_size: int | None = None
-    pad_vocab_to: int = 1
-    width: int = 384
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    ffn: int | None = None
-    context: int = 1024
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-5
-    positions: Literal["rotary", "learned", "none"] = "rotary"
-    rope_theta: float = 10000.0
-    mlp: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "swiglu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    norm_bias: bool = False
-    tied: bool = True
-    dropout: float = 0.0
-    init_std: float = 0.02
-    moe: MoeSpec = field(factory=MoeSpec)
+from ironfn.spec.model_records import ModelSpec as ModelSpec
+from ironfn.spec.model_records import MoeSpec as MoeSpec
+from ironfn.spec.model_records import RopeSpec as RopeSpec
 
 
 @frozen
