@@ -99,7 +99,14 @@ def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     serve, timeout = ranks.rank == 0 and not ranks.hosted, spec.mesh.timeout
-    store = tcp_store(ranks.address, ranks.port, serve=serve, attempt=ranks.attempt, timeout=timeout)
+    try:
+        store = tcp_store(ranks.address, ranks.port, serve=serve, attempt=ranks.attempt, timeout=timeout)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise MeshError(
+            f"rank {ranks.rank} cannot reach the store at {ranks.address}:{ranks.port} ({why}): rank 0 or the launcher "
+            "has to be there within mesh.timeout seconds"
+        ) from error
     mesh, backend = spec.mesh, "nccl" if device.type == "cuda" else "gloo"
     with connect(
         store, ranks.rank, ranks.size, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep,

@@ -93,7 +93,8 @@ def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable
         last = state.step == spec.train.steps
         if last or state.step % spec.report.eval_every == 0:
             watch.look_closer(state)
-        together(job.mesh, job.device, saver.poll)
+        if spec.checkpoint.asynchronous:
+            together(job.mesh, job.device, saver.poll)
         stop = any_rank(job.mesh, stopped() is not None, job.device)
         if last or stop or state.step % spec.checkpoint.every == 0:
             with watch.meter.away():

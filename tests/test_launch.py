@@ -93,6 +93,15 @@ def test_the_command_names_a_path_that_a_shell_reads() -> None:
     assert command(Path("my runs/a.yaml"), 2) == "torchrun --nproc-per-node 2 -m ironfn pretrain 'my runs/a.yaml'"
 
 
+def test_a_rank_that_finds_nobody_says_where_it_looked(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(main, ["pretrain", str(spec_file), "-s", "mesh.timeout=0.5"])
+    assert result.exit_code == 1
+    assert "Error: rank 1 cannot reach the store at 127.0.0.1:1 (" in result.output
+    assert "within mesh.timeout seconds" in result.output
+
+
 # One voice.
 
 

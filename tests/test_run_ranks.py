@@ -64,6 +64,8 @@ def hold_to(alone: RunSpec, folder: Path, mesh: str, *overrides: str) -> RunSpec
     assert ranks(spec) == [0] * size
     same_story(spec, alone)
     assert samples(spec) == samples(alone)
+    again = f"torchrun --nproc-per-node {size} -m ironfn pretrain {place(spec) / 'spec.yaml'}"
+    assert again in (place(spec) / "report.html").read_text()
     assert [row["devices"] for row in told(spec) if row["kind"] == "run"] == [size]
     return spec
 
@@ -123,10 +125,14 @@ def test_a_run_on_ranks_tells_what_one_process_tells(folder: Path, alone: RunSpe
 
 @pytest.mark.parametrize("mesh", ["mesh.ep=2", "mesh.dp=2 mesh.ep=2 mesh.zero1=true", "mesh.ep=2 mesh.tp=2"])
 def test_a_run_with_experts_tells_what_one_process_tells(
-    folder: Path, alone: RunSpec, experts_alone: RunSpec, mesh: str
+    folder: Path, alone: RunSpec, experts_alone: RunSpec, mesh: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Loads of single experts and all; the routers' biases are carried from step to step and read by every sample."""
     spec = hold_to(experts_alone, folder, mesh, *EXPERTS)
+    said, page = capsys.readouterr().out, (place(spec) / "report.html").read_text()
+    assert "load_max=" in said
+    assert "Load max" in page
+    assert "load/0" not in said + page, "a line and a chart of every expert would be too many"
     last, dense = (next(row for row in told(s) if row["kind"] == "train" and row["step"] == 12) for s in (spec, alone))
     assert sum(last[f"load/0/{expert}"] for expert in range(4)) == pytest.approx(4)
     assert last["cross_entropy"] < last["loss"]
