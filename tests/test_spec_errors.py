@@ -219,6 +219,19 @@ def test_types(tmp_path: Path, text: str, line: str) -> None:
             "1:23 optim.groups.(: '(' is not a regular expression: missing ), unterminated subpattern at position 0",
         ),
         (
+            "mesh: {tp: 2, sequence_parallel: true}\ndata: {length: 255}",
+            "1:34 mesh.sequence_parallel: 2 ranks cannot share the positions of rows of 255 tokens evenly",
+        ),
+        (
+            "mesh: {dp: 2, fsdp: true}\ntrain: {compile: true}",
+            "2:18 train.compile: a compiled model cannot exchange anything between ranks; take mesh.fsdp out, or this",
+        ),
+        (
+            "mesh: {tp: 2}\ntrain: {noise_scale_every: 5}",
+            "2:28 train.noise_scale_every: the gradient of single rows cannot be had with mesh.tp; "
+            "leave one of them out",
+        ),
+        (
             "checkpoint: {every: 100, keep_every: 250}",
             "1:38 checkpoint.keep_every: 250 is no multiple of checkpoint.every, 100: no checkpoint would fall on it",
         ),
