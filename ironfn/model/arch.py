@@ -118,7 +118,7 @@ def _experts(moe: MoeSpec, ffn: int) -> MoeSpec | None:
     if moe.experts == 0:
         return None
     each = moe.ffn or ffn
-    return evolve(moe, ffn=each, shared_ffn=moe.shared_ffn or each)
+    return evolve(moe, ffn=each, shared_ffn=(moe.shared_ffn or each) if moe.shared else None)
 
 
 def _usual_ffn(spec: ModelSpec) -> int:
