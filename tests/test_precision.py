@@ -22,8 +22,9 @@ from ironfn.model.arch import Arch
 from ironfn.model.attention import Dropout, by_mask
 from ironfn.model.forward import Forward
 from ironfn.model.init import init
+from ironfn.model.rope import angles
 from ironfn.model.tables import table
-from ironfn.model.transformer import angles, hidden, logits
+from ironfn.model.transformer import hidden, logits
 from ironfn.optim.adamw import adamw
 from ironfn.optim.combine import master_weights
 from ironfn.types import Batch, Params
@@ -136,7 +137,7 @@ def test_rotary_angles_are_float32_whatever_the_model_computes_in() -> None:
     """Position 257 has no bfloat16: a table made of bfloat16 positions would turn by 256 or 258."""
     arch = peers.make_arch("llama", 101, context=512)
     position = torch.tensor([[255, 256, 257, 258]])
-    found = angles(position, arch)
+    found = angles(position, None, arch)
     assert found is not None
     cos, sin = found
     assert cos.dtype == sin.dtype == torch.float32

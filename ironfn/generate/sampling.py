@@ -9,11 +9,11 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from ironfn import rng
+from ironfn import rng, tree
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
-from ironfn.model.transformer import head_weight, hidden
+from ironfn.model.transformer import hidden, scored
 from ironfn.types import Params
 
 Choose = Callable[[Tensor, int], int]
@@ -70,12 +70,12 @@ def continuation(
         raise ValueError(f"the prompt holds ids outside the model's vocabulary of {arch.vocab}; use its own tokenizer")
     width = min(window or arch.context, arch.context)
     mesh = evolve(mesh, sequence_parallel=False)  # positions come one by one: tp cannot share them out
-    weight = head_weight(params, arch, how)
+    device = tree.leaves(params)[0].device
     for number in range(tokens):
-        seen = torch.tensor([ids[-width:]], device=weight.device)
+        seen = torch.tensor([ids[-width:]], device=device)
         last = hidden(params, {"tokens": seen}, arch, mesh, how)[0][0, -1]
-        logits = mesh.tp.backend.all_gather(last @ weight.to(last.dtype).t(), 0)[: arch.vocab].float()
-        ids.append(_of_rank_0(choose(logits, number), weight, mesh))
+        logits = scored(last, params, arch, mesh, how).float()
+        ids.append(_of_rank_0(choose(logits, number), logits, mesh))
         yield ids[-1]
         if ids[-1] in stop:
             return

@@ -18,13 +18,24 @@ from ironfn.mesh.axis import Axis
 from ironfn.model.matmul import plain, product
 
 
-def _logits(x: Tensor, weight: Tensor, first: int, vocab: int) -> Tensor:
-    """Return float32 (or better) logits of this rank's rows of the vocabulary; rows beyond ``vocab`` get -inf."""
+def _logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, first: int, vocab: int, cap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return float32 (or better) logits of this rank's rows of the vocabulary; rows beyond ``vocab`` get -inf.
+
+    With a cap c the logits are c tanh(logit / c) (Gemma 2, arXiv 2408.00118), and the tanh is returned as well.
+    """
     logits = product(x, weight.t())
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bias is not None:
+        logits += bias
+    tanh = None
+    if cap is not None:
+        tanh = logits.div_(cap).tanh_()
+        logits = tanh * cap
     if first + weight.shape[0] > vocab:
         logits[:, max(0, vocab - first) :] = -math.inf
-    return logits
+    return logits, tanh
 
 
 def _log_softmax_at(logits: Tensor, local: Tensor, mine: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -41,23 +52,26 @@ def _log_softmax_at(logits: Tensor, local: Tensor, mine: Tensor, axis: Axis) -> 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(x [N, D], w [V, D], targets [N], weight [N]) -> (weighted sum of losses, gradient of x, gradient of w)."""
+    """(x [N, D], w [V, D], b [V] or None, targets [N], weight [N]) -> (weighted sum of losses, its gradients)."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         x: Tensor,
         w: Tensor,
+        b: Tensor | None,
         targets: Tensor,
         weight: Tensor,
         axis: Axis,
         vocab: int,
+        cap: float | None,
         chunk: int,
-        need_x: bool,
-        need_w: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        *need: bool,
+    ) -> tuple[Tensor, ...]:
         first = axis.index * w.shape[0]
-        x_grad = torch.zeros_like(x) if need_x else x.new_empty(0)
-        w_grad = torch.zeros_like(w) if need_w else w.new_empty(0)
+        x_grad, w_grad, b_grad = (
+            torch.zeros_like(t) if t is not None and wanted else x.new_empty(0)
+            for t, wanted in zip((x, w, b), need, strict=True)
+        )
         w_used = w.to(x.dtype)
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         trained = weight.nonzero()[:, 0]
@@ -68,44 +82,47 @@ class _CrossEntropy(torch.autograd.Function):
             local = targets[place] - first
             mine = (local >= 0) & (local < w.shape[0])
             local = local.clamp(0, w.shape[0] - 1)
-            grad = _logits(x_part, w_used, first, vocab)
+            grad, tanh = _logits(x_part, w_used, b, first, vocab, cap)
             log_p, sums = _log_softmax_at(grad, local, mine, axis)
             total -= (log_p * share).sum()
-            if not (need_x or need_w):
+            if not any(need):
                 continue
             grad *= (share / sums)[:, None]
             grad.scatter_add_(1, local[:, None], torch.where(mine, -share, 0.0)[:, None])
+            if tanh is not None:
+                grad.mul_(tanh.square_().neg_().add_(1.0))
+            if need[2]:
+                b_grad += grad.sum(0)
             grad = grad.to(x.dtype)
-            if need_x:
+            if need[0]:
                 x_grad[place] = product(grad, w_used)
-            if need_w:
+            if need[1]:
                 _add_product(w_grad, grad, x_part)
-        return total, x_grad, w_grad
+        return total, x_grad, w_grad, b_grad
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(output[1], output[2])
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1], output[2])
-        ctx.save_for_forward(output[1], output[2])
+        ctx.save_for_backward(*output[1:])
+        ctx.save_for_forward(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_grad, w_grad = ctx.saved_tensors
-        need_x, need_w = ctx.needs_input_grad[:2]
+        grads = ctx.saved_tensors
         if not (plain(grad) and float(grad) == 1.0):  # nearly always 1: then no second copy of the gradients is made
-            x_grad, w_grad = x_grad * grad.to(x_grad.dtype), w_grad * grad.to(w_grad.dtype)
-        return x_grad if need_x else None, w_grad if need_w else None, *(None,) * 7
+            grads = [each * grad.to(each.dtype) for each in grads]
+        needed = ctx.needs_input_grad[:3]
+        return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 9
 
     @staticmethod
-    def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, *_: None) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_grad, w_grad = ctx.saved_tensors
-        change = x_grad.new_zeros((), dtype=torch.promote_types(x_grad.dtype, torch.float32))
-        if dx is not None:
-            change = change + (x_grad * dx).sum()
-        if dw is not None:
-            change = change + (w_grad * dw).sum()
-        return change, None, None
+    def jvp(ctx: Any, *changes: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = ctx.saved_tensors
+        total = grads[0].new_zeros((), dtype=torch.promote_types(grads[0].dtype, torch.float32))
+        for grad, change in zip(grads, changes, strict=False):
+            if change is not None:
+                total = total + (grad * change).sum()
+        return total, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -114,7 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
             _CrossEntropy.apply(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
-        return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0, 0)
+        return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0, 0, 0)
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -125,20 +142,33 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         total += grad.t() @ x
 
 
-def _wanted(x: Tensor) -> bool:
+def _wanted(x: Tensor | None) -> bool:
     """Tell whether somebody differentiates by ``x``, backward or forward."""
-    return torch.is_grad_enabled() and (x.requires_grad or forward_ad.unpack_dual(x).tangent is not None)
+    if x is None or not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, weight: Tensor, axis: Axis, *, vocab: int, chunk: int | None = None
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    *,
+    vocab: int,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Return the weighted sum of -log softmax(x wᵀ)[target] as a 0-d float32 tensor (float64 for float64).
+    """Return the weighted sum of -log softmax(x wᵀ + bias)[target] as a 0-d float32 tensor (float64 for float64).
 
-    x [..., width] hidden states, whole on every rank of ``axis``; w [rows, width], this rank's rows of the head;
-    targets and weight [...]. Ids at ``vocab`` and above are padding of the table and have no probability.
+    x [..., width] hidden states, whole on every rank of ``axis``; w [rows, width] and bias [rows], this rank's rows of
+    the head; targets and weight [...]. Ids at ``vocab`` and above are padding of the table and have no probability.
+    softcap: c of c tanh(logit / c), applied before the softmax.
     chunk: positions whose logits exist at one time; by default as many as make 32 MiB of them in float32.
     """
     chunk = chunk or max(64, (1 << 23) // w.shape[0])
-    flat = (x.flatten(0, -2), w, targets.flatten(), weight.flatten())
-    return _CrossEntropy.apply(*flat, axis, vocab, chunk, _wanted(x), _wanted(w))[0]  # pyright: ignore[reportOptionalSubscript]
+    flat = (x.flatten(0, -2), w, bias, targets.flatten(), weight.flatten())
+    need = (_wanted(x), _wanted(w), _wanted(bias))
+    return _CrossEntropy.apply(*flat, axis, vocab, softcap, chunk, *need)[0]  # pyright: ignore[reportOptionalSubscript]

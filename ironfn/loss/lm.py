@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.moe import Seen
-from ironfn.model.transformer import head_weight, hidden
+from ironfn.model.transformer import head_bias, head_weight, hidden
 from ironfn.types import Batch, Loss, LossSum, Params
 
 
@@ -39,7 +40,10 @@ def lm_loss(
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
         x, seen = body(params, batch, arch, mesh, how)
         w, weight = head_weight(params, arch, how), batch["weight"]
-        total = cross_entropy(enter(x, mesh), w, batch["targets"], weight, mesh.tp, vocab=arch.vocab, chunk=chunk)
+        head: dict[str, Any] = {"bias": head_bias(params, arch, how), "softcap": arch.logit_softcap}
+        total = cross_entropy(
+            enter(x, mesh), w, batch["targets"], weight, mesh.tp, vocab=arch.vocab, chunk=chunk, **head
+        )
         if arch.moe is None or not seen or not penalties:
             return LossSum(total, weight.sum())
         added, metrics = router_loss(seen, weight, arch.moe, mesh)

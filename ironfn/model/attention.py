@@ -7,32 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import functional as F
 
 from ironfn import rng
+from ironfn.model.causal import PLAIN, Look, causal, sdpa
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q, k, v) -> mixed v, causal."""
+
+class Attend(Protocol):
+    """Mix v by how q looks at k, causally."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
+        """Return mixed v."""
+        ...
+
 
 Attention: TypeAlias = "Callable[[Tensor | None], Attend]"
 """From the batch's ``segment`` (None: each row is one document) to what all blocks of this forward pass call."""
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=k.shape[2] != q.shape[2],
-    )
-    return out.transpose(1, 2)
 
 
 def spans(segment: Tensor) -> list[tuple[int, bool]]:
@@ -57,26 +51,29 @@ def by_span(segment: Tensor | None) -> Attend:
     Reads ``segment`` on the host: give it on the CPU when the rest is on a GPU.
     """
     if segment is None:
-        return _sdpa
+        return causal
     found = spans(segment)
     if all(size == segment.shape[1] and text for size, text in found):
-        return _sdpa
+        return causal
     sizes = [size for size, _ in found]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
         pieces = zip(*(x.flatten(0, 1).split(sizes) for x in (q, k, v)), found, strict=True)
         mixed = [
-            _sdpa(qs[None], ks[None], vs[None])[0] if text else torch.zeros_like(qs) for qs, ks, vs, (_, text) in pieces
+            causal(qs[None], ks[None], vs[None], look)[0] if text else torch.zeros_like(qs)
+            for qs, ks, vs, (_, text) in pieces
         ]
         return torch.cat(mixed).view_as(q)
 
     return attend
 
 
-def allowed(segment: Tensor) -> Tensor:
+def allowed(segment: Tensor, window: int = 0) -> Tensor:
     """Return the bool mask [rows, 1, length, length] of who may look at whom; padding sees padding."""
     length = segment.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
+    if window:
+        causal = causal.triu(1 - window)
     return (causal & (segment[:, None, :] == segment[:, :, None]))[:, None]
 
 
@@ -85,9 +82,29 @@ def by_mask(segment: Tensor | None) -> Attend:
 
     ``segment`` may lie on the host: the compiler brings it over once, whatever the number of layers.
     """
-    if segment is None:
-        return _sdpa
-    return lambda q, k, v: _sdpa(q, k, v, allowed(segment.to(q.device)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
+        if look.softcap is not None:
+            return written(q, k, v, look)
+        if segment is None and not look.window and look.slopes is None:
+            return sdpa(q, k, v, scale=look.scale)
+        mask = allowed(_documents(segment, q), look.window)
+        if look.slopes is not None:
+            mask = torch.where(mask, _distances(look.slopes, q), -math.inf)
+        return sdpa(q, k, v, mask, look.scale)
+
+    written = written_out(segment)
+    return attend
+
+
+def _documents(segment: Tensor | None, q: Tensor) -> Tensor:
+    return torch.zeros(q.shape[:2], dtype=torch.long, device=q.device) if segment is None else segment.to(q.device)
+
+
+def _distances(slopes: Tensor, q: Tensor) -> Tensor:
+    """Return ALiBi's terms [heads, length, length], 0 for the own place and less for what is far."""
+    place = torch.arange(q.shape[1], device=q.device)
+    return (slopes[:, None, None] * (place - place[:, None])).to(q.dtype)
 
 
 def written_out(segment: Tensor | None, drop: Callable[[Tensor], Tensor] = lambda p: p) -> Attend:
@@ -97,12 +114,16 @@ def written_out(segment: Tensor | None, drop: Callable[[Tensor], Tensor] = lambd
     drop: what happens to the probabilities [rows, heads, length, length] before they weigh the values.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
         share = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(share, dim=2).transpose(1, 2) for x in (k, v))
-        one = torch.zeros(q.shape[:2], dtype=torch.long, device=q.device)
-        mask = allowed(one if segment is None else segment.to(q.device))
-        scores = q.transpose(1, 2) @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+        mask = allowed(_documents(segment, q), look.window)
+        scale = q.shape[-1] ** -0.5 if look.scale is None else look.scale
+        scores = q.transpose(1, 2) @ k.transpose(2, 3) * scale
+        if look.softcap is not None:
+            scores = (scores / look.softcap).tanh() * look.softcap
+        if look.slopes is not None:
+            scores = scores + _distances(look.slopes, q)
         high = torch.promote_types(q.dtype, torch.float32)
         probabilities = scores.masked_fill(~mask, -math.inf).to(high).softmax(-1).to(q.dtype)
         return (drop(probabilities) @ v).transpose(1, 2)

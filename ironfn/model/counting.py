@@ -34,6 +34,8 @@ def flops_per_token(arch: Arch, length: int) -> float:
 
     6 N + 12 layers heads head_dim length (Chowdhery et al. 2022, arXiv 2204.02311, appendix B): each matrix is used
     three times, at 2 operations a number, and so are the two products of attention, whose causal half is not deducted.
+    A layer with a window counts no more than it.
     """
-    attention = 12 * arch.layers * arch.heads * arch.head_dim * length
+    seen = sum(min(length, arch.window(layer) or length) for layer in range(arch.layers))
+    attention = 12 * arch.heads * arch.head_dim * seen
     return 6.0 * matmul_parameters(arch) + attention

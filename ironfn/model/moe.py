@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import enter, leave
+from ironfn.model import fused
 from ironfn.model.arch import Arch
 from ironfn.model.experts import Choice
 from ironfn.model.forward import Forward
 from ironfn.model.mlp import activation, feed_forward
 from ironfn.model.routing import route
-from ironfn.tree import branch
+from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
 
 Seen: TypeAlias = dict[str, Tensor]
@@ -34,7 +35,10 @@ def mixture(
     choice = Choice(routing.experts, enter(routing.weights, mesh), routing.kept)
     mixed = how.experts(inside, choice, branch(p, "experts"), activation(arch), mesh.ep)
     if "shared" in p:
-        mixed = mixed + feed_forward(inside, branch(p, "shared"), arch)
+        shared = feed_forward(inside, branch(p, "shared"), arch)
+        if "shared_gate" in p:
+            shared = fused.linear(inside, leaf(branch(p, "shared_gate"), "w")).sigmoid() * shared
+        mixed = mixed + shared
     dropped = ((routing.experts >= 0) & ~routing.kept).sum((1, 2))
     seen = {"experts": routing.experts, "scores": routing.scores, "z": routing.z}
     return leave(mixed, mesh), seen | {"load": routing.load, "dropped": dropped}

@@ -6,6 +6,8 @@ K choices a token. The router works between the tensor-parallel regions, in floa
 
 from __future__ import annotations
 
+import math
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -54,7 +56,7 @@ def route(x_BtD: Tensor, p: Params, layer: int, arch: Arch, mesh: Mesh, how: For
         whole = batch["experts"][:, :, arch.expert_layers.index(layer)].to(logits.device)
         chosen = share(whole, mesh).clamp(min=0)
     else:
-        chosen = _choose(logits, scores, maybe(p, "bias"), moe.top_k)
+        chosen = _choose(logits, scores, maybe(p, "bias"), moe)
         whole = mesh.tp.backend.all_gather(chosen, LENGTH) if mesh.sequence_parallel else chosen
     experts = torch.where(real[..., None], whole, -1)
     mine = share(real, mesh)[..., None]
@@ -111,14 +113,21 @@ def _logits(x_BtD: Tensor, p: Params, layer: int, moe: MoeSpec, mesh: Mesh, how:
     return fused.linear(x_BtD, leaf(p, "w").to(high))
 
 
-def _choose(logits: Tensor, scores: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
+def _choose(logits: Tensor, scores: Tensor, bias: Tensor | None, moe: MoeSpec) -> Tensor:
     """Return the ids [B, t, K] of the highest: of the scores plus the bias (arXiv 2412.19437, eq. 16), or the logits.
 
     The logits order as the scores do, and still differ where the scores are all 0 or 1. The sort is stable, so that of
     equals the first wins, on every mesh and device.
     """
     high = (logits if bias is None else scores + bias.to(scores.dtype)).detach()
-    return high.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    if moe.groups > 1:
+        # the groups are judged by scores (arXiv 2412.19437, section 2.1.2): two logits do not add up as they do
+        judged = (high if bias is not None else scores.detach()).unflatten(-1, (moe.groups, -1))
+        best = judged.topk(min(2, judged.shape[-1])).values.sum(-1)
+        order = best.sort(dim=-1, descending=True, stable=True).indices[..., : moe.group_top_k]
+        shut = torch.ones_like(best, dtype=torch.bool).scatter(-1, order, False)
+        high = high.unflatten(-1, (moe.groups, -1)).masked_fill(shut[..., None], -math.inf).flatten(-2)
+    return high.sort(dim=-1, descending=True, stable=True).indices[..., : moe.top_k]
 
 
 def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSpec) -> Tensor:

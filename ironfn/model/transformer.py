@@ -7,53 +7,76 @@ Under a mesh, H, K, F and V are this rank's shares; under sequence parallelism T
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ironfn.mesh.axis import Mesh
-from ironfn.mesh.pairs import enter, leave
+from ironfn.mesh.pairs import copy, enter, leave, reduce
 from ironfn.model import fused
 from ironfn.model.arch import Arch
-from ironfn.model.attention import Attend
+from ironfn.model.causal import PLAIN, Look, alibi_slopes
 from ironfn.model.forward import DEFAULT, Forward, ready, share
 from ironfn.model.mlp import feed_forward, maybe, plus
 from ironfn.model.moe import Seen, joined, mixture
+from ironfn.model.rope import Angles, angles
 from ironfn.model.routing import check_given
 from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
 
+Mix: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) -> mixed v: an `attention.Attend` that knows how this block looks."""
+
 
 def _norm(x: Tensor, p: Params, arch: Arch) -> Tensor:
-    if arch.norm == "rms":
-        return fused.rms_norm(x, leaf(p, "scale"), arch.norm_eps)
     scale, bias = leaf(p, "scale"), maybe(p, "bias")
+    if arch.norm == "rms":
+        return fused.rms_norm(x, _offset(scale, arch), arch.norm_eps)
     high = scale.dtype if scale.dtype != x.dtype else x.dtype
     return F.layer_norm(x.to(high), (arch.width,), scale, bias, arch.norm_eps).to(x.dtype)
 
 
-def _attention(x_BTD: Tensor, p: Params, arch: Arch, attend: Attend, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+def _offset(scale: Tensor, arch: Arch) -> Tensor:
+    """Return what a norm multiplies by: Gemma's 1 + scale is added in float32 or better."""
+    return scale.to(torch.promote_types(scale.dtype, torch.float32)) + 1 if arch.norm_offset else scale
+
+
+def _norm_heads(x_BTHC: Tensor, scale: Tensor, arch: Arch, mesh: Mesh) -> Tensor:
+    """Normalise queries or keys: each head alone (Qwen3, Gemma 3), or all of them as one vector (OLMoE)."""
+    scale = _offset(scale, arch)
+    if arch.qk_norm == "head":
+        return fused.rms_norm(x_BTHC, scale, arch.norm_eps)
+    x = x_BTHC.flatten(2)
+    if mesh.tp.size == 1:
+        return fused.rms_norm(x, scale, arch.norm_eps).view_as(x_BTHC)
+    high, mine = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[2]
+    # every rank's part of the sum acts on all ranks' results: its gradient is added up as the sum was
+    squares = copy(reduce(high.square().sum(-1, keepdim=True), mesh.tp), mesh.tp)
+    unit = high * torch.rsqrt(squares / len(scale) + arch.norm_eps)
+    return (unit * scale[mesh.tp.index * mine :][:mine]).to(x.dtype).view_as(x_BTHC)
+
+
+def _attention(x_BTD: Tensor, p: Params, arch: Arch, mesh: Mesh, attend: Mix, angles: Angles | None) -> Tensor:
     q, k, v = (
         plus(fused.linear(x_BTD, leaf(p, f"w{name}")), maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
         for name in "qkv"
     )
+    if arch.qk_norm != "none":
+        q, k = (_norm_heads(x, leaf(branch(p, f"{n}_norm"), "scale"), arch, mesh) for n, x in (("q", q), ("k", k)))
     if angles is not None:
-        q, k = fused.rotate(q, *angles), fused.rotate(k, *angles)
+        q, k = _rotated(q, angles), _rotated(k, angles)
     return fused.linear(attend(q, k, v).flatten(2), leaf(p, "wo"))
 
 
-def angles(position_BT: Tensor, arch: Arch) -> tuple[Tensor, Tensor] | None:
-    """Return cos and (negated, plain) sin [B, T, 1, C] of the rotary angles, in float32 whatever the model's dtype.
-
-    Su et al. 2021, arXiv 2104.09864; the pairs are (i, i + C/2) as in `transformers`.
-    """
-    if arch.positions != "rotary":
-        return None
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=position_BT.device) / arch.head_dim
-    angle = position_BT[..., None].float() * (1.0 / arch.rope_theta**exponents)
-    angle = torch.cat([-angle, angle], -1)[:, :, None]  # cos is even, sin is odd
-    return angle.cos(), angle.sin()
+def _rotated(x: Tensor, angles: Angles) -> Tensor:
+    """Turn the first numbers of each head: all of them, unless there are fewer angles."""
+    turned = angles[0].shape[-1]
+    if turned == x.shape[-1]:
+        return fused.rotate(x, *angles)
+    return torch.cat([fused.rotate(x[..., :turned], *angles), x[..., turned:]], -1)
 
 
 def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, mesh: Mesh) -> Tensor:
@@ -66,6 +89,10 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
         local = tokens_BT - mesh.tp.index * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         x = leave(F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[..., None], mesh)
+    if arch.embed_scale:
+        x = x * torch.tensor(arch.width**0.5, dtype=x.dtype, device=x.device)  # rounded as Gemma's code rounds it
+    if arch.embed_norm:
+        x = _norm(x, branch(embed, "norm"), arch)
     if arch.positions == "learned":
         x = x + F.embedding(share(position_BT, mesh), leaf(embed, "positions"))
     return x
@@ -78,22 +105,36 @@ def _block(
     arch: Arch,
     mesh: Mesh,
     how: Forward,
-    attend: Attend,
-    angle: tuple[Tensor, Tensor] | None,
+    attend: Mix,
+    angles: Angles | None,
     batch: Batch,
     drop: Callable[[Tensor, str], Tensor],
 ) -> tuple[Tensor, Seen]:
     p = ready(p, how, f"blocks/{layer}/")
     attn, mlp = branch(p, "attn"), branch(p, "mlp")
     seen: Seen = {}
-    mixed = leave(_attention(enter(_norm(x, branch(p, "norm1"), arch), mesh), attn, arch, attend, angle), mesh)
-    x = x + drop(plus(mixed, maybe(attn, "bo")), "attn")
-    normed = _norm(x, branch(p, "norm2"), arch)
+    normed = _norm(x, branch(p, "norm1"), arch)
+    mixed = leave(_attention(enter(normed, mesh), attn, arch, mesh, attend, angles), mesh)
+    mixed = plus(mixed, maybe(attn, "bo"))
+    x = x + drop(_norm(mixed, branch(p, "post_norm1"), arch) if arch.post_norms else mixed, "attn")
+    if not arch.parallel:
+        normed = _norm(x, branch(p, "norm2"), arch)
     if arch.has_experts(layer):
         mixed, seen = mixture(normed, mlp, layer, arch, mesh, how, batch)
     else:
         mixed = leave(feed_forward(enter(normed, mesh), mlp, arch), mesh)
-    return x + drop(plus(mixed, maybe(mlp, "b_down")), "mlp"), seen
+    mixed = plus(mixed, maybe(mlp, "b_down"))
+    return x + drop(_norm(mixed, branch(p, "post_norm2"), arch) if arch.post_norms else mixed, "mlp"), seen
+
+
+def _look(layer: int, arch: Arch, mesh: Mesh, device: torch.device) -> Look:
+    """Return how this rank's heads of a block look."""
+    window, slopes = arch.window(layer), None
+    if arch.positions == "alibi":
+        slopes = torch.tensor(alibi_slopes(arch.heads), device=device).chunk(mesh.tp.size)[mesh.tp.index]
+    if not window and slopes is None and arch.attention_scale is None and arch.attention_softcap is None:
+        return PLAIN
+    return Look(arch.attention_scale, window, arch.attention_softcap, slopes)
 
 
 def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> tuple[Tensor, Seen]:
@@ -114,8 +155,11 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         check_given(batch, arch)
     position = batch.get("position", torch.arange(tokens.shape[1], device=tokens.device)[None])
     segment, dropout = batch.get("segment"), how.dropout
-    attend = how.attention(segment)
-    angle = angles(position, arch)
+    attend, far, near = how.attention(segment), None, None
+    if arch.positions == "rotary":
+        far = near = angles(position, segment, arch)
+        if arch.rope_local_theta is not None:
+            near = angles(position, segment, arch, local=True)
     # Under FSDP the whole table must not outlive its use.
     x = _embed(ready({"embed": params["embed"]}, how), tokens, position.expand_as(tokens), arch, mesh)
     first = mesh.tp.index * x.shape[1] if mesh.sequence_parallel else 0
@@ -129,8 +173,10 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         if dropout is not None:
             first_head = mesh.tp.index * (arch.heads // mesh.tp.size)
             attend = dropout.attention(segment, f"{layer}/probabilities", batch["row"], first_head)
+        mix = partial(attend, look=_look(layer, arch, mesh, x.device))
+        angle = near if arch.window(layer) else far
         x, seen = how.run(
-            _block, x, block, layer, arch, mesh, how, attend, angle, batch, lambda x, p, at=layer: drop(x, f"{at}/{p}")
+            _block, x, block, layer, arch, mesh, how, mix, angle, batch, lambda x, p, at=layer: drop(x, f"{at}/{p}")
         )
         told.append(seen)
     return _norm(x, branch(ready({"norm": params["norm"]}, how), "norm"), arch), joined([seen for seen in told if seen])
@@ -146,8 +192,23 @@ def head_weight(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor:
     return how.fetch(path, table, table.dtype)
 
 
+def head_bias(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor | None:
+    """Return the bias [V] of the logits, None where the model has none."""
+    if not arch.head_bias:
+        return None
+    bias = leaf(branch(params, "head"), "b")
+    return how.fetch("head/b", bias, bias.dtype)
+
+
+def scored(x: Tensor, params: Params, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
+    """Return the logits [..., vocab] of hidden states [..., D], whole on every rank and in the dtype of ``x``."""
+    bias = head_bias(params, arch, how)
+    local = plus(x @ head_weight(params, arch, how).to(x.dtype).t(), None if bias is None else bias.to(x.dtype))
+    whole = mesh.tp.backend.all_gather(local, x.dim() - 1)[..., : arch.vocab]
+    cap = arch.logit_softcap
+    return whole if cap is None else (whole / cap).tanh() * cap
+
+
 def logits(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
     """Return the logits [B, T, vocab] of every position, whole on every rank: to look at, not to train with."""
-    x = enter(hidden(params, batch, arch, mesh, how)[0], mesh)
-    weight = head_weight(params, arch, how).to(x.dtype)
-    return mesh.tp.backend.all_gather(x @ weight.t(), 2)[..., : arch.vocab]
+    return scored(enter(hidden(params, batch, arch, mesh, how)[0], mesh), params, arch, mesh, how)

@@ -29,6 +29,9 @@ def model_faults(model: ModelSpec) -> Faults:
     if model.post_norms and model.parallel:
         what = "the halves of a parallel block are added at once, with no norm between; leave one of them out"
         yield _at("post_norms", "parallel"), what
+    if model.attention_softcap is not None and model.positions == "alibi":
+        what = "no model caps scores that alibi has changed; leave one of them out"
+        yield _at("attention_softcap", "positions"), what
     yield from _rotary(model)
     if model.moe.experts:
         yield from _experts(model)
