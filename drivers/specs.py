@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ironfn.model.families import PRESETS
+from ironfn.model.families import NAMED
 from ironfn.spec.load import dump_spec, load_spec
 from ironfn.spec.records import RunSpec
 
@@ -71,7 +71,7 @@ def takes_spec(command: Callable[..., Any], *, ranks: Callable[[], int | None] =
 
 def resolve(specs: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None = None) -> RunSpec:
     """Load the spec that these words and overrides describe, for so many ranks. `SpecError` where it is faulty."""
-    return load_spec([find_spec(name) for name in specs], overrides, PRESETS, ranks)
+    return load_spec([find_spec(name) for name in specs], overrides, NAMED, ranks)
 
 
 @click.group()

@@ -24,7 +24,6 @@ from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.mesh.pairs import reduce
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout
-from ironfn.model.families import PRESETS
 from ironfn.model.forward import Forward, here, keep
 from ironfn.model.init import shapes
 from ironfn.model.tables import table
@@ -32,7 +31,7 @@ from ironfn.model.transformer import hidden
 from ironfn.optim.presets import make_optimizer, whole_work
 from ironfn.spec.records import AdamWSpec, ModelSpec, MoeSpec, OptimSpec
 from ironfn.types import Batch, Loss, LossSum, Params
-from property_tests.strategies import batch_of, params_of
+from property_tests.strategies import batch_of, families, params_of
 
 STEPS = 2
 LENGTH = 12  # which 2, 3 and 4 ranks can share
@@ -199,7 +198,7 @@ def scenarios(draw: st.DrawFn, ranks: int | None = None, largest: int = 4) -> Sc
         sequence_parallel=tp > 1 and draw(st.booleans()),
         zero1=shared_out == "zero1",
         fsdp=shared_out == "fsdp",
-        model=draw(models(tp, moe)),
+        model=draw(families(tp, moe)),
         vocab=draw(st.integers(11, 17)),
         optimizer=draw(st.sampled_from(["adamw", "muon"])),
         objective=draw(st.sampled_from(["lm", "squares"])),
@@ -214,40 +213,23 @@ def scenarios(draw: st.DrawFn, ranks: int | None = None, largest: int = 4) -> Sc
 
 
 @st.composite
-def models(draw: st.DrawFn, tp: int, moe: MoeSpec) -> ModelSpec:
-    """Draw a small decoder of any family whose heads, feed-forward and vocabulary ``tp`` ranks can share."""
-    preset = draw(st.sampled_from(sorted(PRESETS, reverse=True)))
-    kv_heads = tp * draw(st.sampled_from([1, 2]))
-    chosen: dict[str, Any] = {
-        "layers": draw(st.integers(1 + moe.dense_layers, 2)),
-        "heads": kv_heads * draw(st.sampled_from([1, 2])),
-        "kv_heads": kv_heads,
-        "head_dim": draw(st.sampled_from([2, 4])),
-        "width": 8,
-        "ffn": tp * draw(st.sampled_from([4, 6])),
-        "context": 16,
-        "tied": draw(st.booleans()),
-        "pad_vocab_to": tp,
-        "mlp": draw(st.sampled_from(["swiglu", "geglu", "gelu", "gelu_tanh"])),
-        "mlp_bias": moe.experts == 0 and draw(st.booleans()),
-        "attention_bias": draw(st.booleans()),
-        "positions": draw(st.sampled_from(["rotary", "learned", "none"])),
-        "init_std": 0.3,
-        "moe": moe,
-    }
-    return ModelSpec(**({"preset": preset} | dict(PRESETS[preset]) | chosen))
-
-
-@st.composite
 def mixtures(draw: st.DrawFn, tp: int, ep: int) -> MoeSpec:
     """Draw a mixture whose experts ``ep`` ranks can share."""
-    experts = ep * draw(st.integers(1, 3))
+    experts, shared = ep * draw(st.integers(1, 3)), draw(st.integers(0, 1))
+    top_k = draw(st.integers(1, min(experts, 3)))
+    groups = draw(st.sampled_from([n for n in (1, 2, 3) if experts % n == 0]))
+    dense_layers = draw(st.integers(0, 1))
     return MoeSpec(
         experts=experts,
-        top_k=draw(st.integers(1, min(experts, 3))),
+        top_k=top_k,
         ffn=tp * draw(st.integers(1, 3)),
-        shared=draw(st.integers(0, 1)),
-        dense_layers=draw(st.integers(0, 1)),
+        shared=shared,
+        shared_ffn=tp * 2 if shared and draw(st.booleans()) else None,
+        shared_gate=shared > 0 and draw(st.booleans()),
+        dense_layers=dense_layers,
+        every=draw(st.integers(1, 2 - dense_layers)),
+        groups=groups,
+        group_top_k=draw(st.integers(-(-top_k * groups // experts), groups)),
         score=draw(st.sampled_from(["softmax", "softmax_chosen", "sigmoid"])),
         renormalize=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 2.5])),

@@ -5,46 +5,101 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from ironfn import tree
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch, complete
-from ironfn.model.families import PRESETS
+from ironfn.model.families import PRESETS, model_spec
 from ironfn.model.init import init
 from ironfn.model.tables import table
 from ironfn.optim.adamw import adamw
 from ironfn.optim.combine import partition
 from ironfn.optim.muon import muon
 from ironfn.optim.optimizer import Optimizer
-from ironfn.spec.records import ModelSpec
+from ironfn.spec.records import ModelSpec, MoeSpec, RopeSpec
 from ironfn.types import Batch, Params
+
+DENSE = MoeSpec()
+FACTORS = ("short_factor", "long_factor")
 
 
 @st.composite
-def archs(draw: st.DrawFn, tp: int = 1, **fixed: Any) -> Arch:
-    """Draw a small decoder of any family whose heads and vocabulary ``tp`` ranks can share."""
-    preset = draw(st.sampled_from(sorted(PRESETS)))
-    kv_heads = tp * draw(st.sampled_from([1, 2]))
-    heads = kv_heads * draw(st.sampled_from([1, 2]))
-    fields: dict[str, Any] = {
-        "layers": draw(st.integers(1, 2)),
-        "heads": heads,
+def families(draw: st.DrawFn, tp: int, moe: MoeSpec = DENSE) -> ModelSpec:
+    """Draw a small decoder whose heads, feed-forward and vocabulary ``tp`` ranks can share.
+
+    It is of a family as it stands, or of any mixture of what families differ in.
+    """
+    preset = draw(st.sampled_from(["llama", *sorted(PRESETS.keys() - {"llama"})]))
+    kv_heads, head_dim = tp * draw(st.sampled_from([1, 2])), draw(st.sampled_from([2, 4]))
+    chosen: dict[str, Any] = {
+        "layers": draw(st.integers(max(moe.dense_layers, moe.every - 1) + 1, max(2, moe.every))),
+        "heads": kv_heads * draw(st.sampled_from([1, 2, 3])),
         "kv_heads": kv_heads,
-        "head_dim": draw(st.sampled_from([2, 4])),
+        "head_dim": head_dim,
         "width": 8,
         "ffn": tp * draw(st.sampled_from([4, 6])),
         "context": 16,
         "tied": draw(st.booleans()),
         "pad_vocab_to": tp,
-        "mlp": draw(st.sampled_from(["gelu", "gelu_tanh", "swiglu", "geglu"])),
-        "mlp_bias": draw(st.booleans()),
-        "attention_bias": draw(st.booleans()),
-        "positions": draw(st.sampled_from(["rotary", "learned", "none"])),
         "init_std": 0.3,
+        "moe": moe,
     }
-    return complete(ModelSpec(preset=preset, **(dict(PRESETS[preset]) | fields | fixed)), draw(st.integers(11, 17)))
+    family = model_spec(preset, **chosen)
+    near = {"windows": [3, 0]} if family.windows else {}
+    caps = {n: 2.0 for n in ("attention_softcap", "logit_softcap") if getattr(family, n) is not None}
+    family = evolve(family, rope_fraction=1.0 if head_dim == 2 else family.rope_fraction, **near, **caps)
+    family = evolve(family, mlp_bias=family.mlp_bias and moe.experts == 0)
+    if family.rope.kind != "none":
+        family = evolve(family, rope=evolve(family.rope, original_context=6))
+    return draw(quirks(family)) if draw(st.booleans()) else family
+
+
+@st.composite
+def quirks(draw: st.DrawFn, family: ModelSpec) -> ModelSpec:
+    """Draw a mixture of what families differ in."""
+    flag = st.booleans()
+    positions = draw(st.sampled_from(["rotary", "learned", "alibi", "none"]))
+    turned = family.head_dim or 0
+    changed = evolve(
+        family,
+        mlp=draw(st.sampled_from(["swiglu", "geglu", "gelu", "gelu_tanh"])),
+        mlp_bias=family.moe.experts == 0 and draw(flag),
+        attention_bias=draw(flag),
+        attention_out_bias=draw(st.sampled_from([None, True, False])),
+        attention_scale=draw(st.sampled_from([None, 0.3])),
+        attention_softcap=draw(st.sampled_from([None, 2.0])) if positions != "alibi" else None,
+        logit_softcap=draw(st.sampled_from([None, 2.0])),
+        positions=positions,
+        windows=draw(st.sampled_from([[], [3], [0, 2], [4, 1]])),
+        qk_norm=draw(st.sampled_from(["none", "head", "width"])),
+        norm_offset=family.norm == "rms" and draw(flag),
+        parallel=draw(flag),
+        embed_scale=draw(flag),
+        embed_norm=draw(flag),
+        head_bias=draw(flag),
+        rope=RopeSpec(),
+        rope_fraction=1.0,
+        rope_local_theta=None,
+    )
+    changed = evolve(changed, post_norms=not changed.parallel and draw(flag))
+    if positions != "rotary":
+        return changed
+    kinds = ["none", "linear", "llama3", "yarn", "longrope", *(["dynamic"] if turned > 2 else [])]
+    pairs = {
+        n: draw(st.lists(st.sampled_from([1.0, 3.0]), min_size=turned // 2, max_size=turned // 2)) for n in FACTORS
+    }
+    rope = RopeSpec(kind=draw(st.sampled_from(kinds)), factor=4.0, original_context=6, **pairs)
+    local = draw(st.sampled_from([None, 100.0])) if any(changed.windows) else None
+    half = turned > 2 and rope.kind in ("none", "linear", "llama3", "yarn") and draw(flag)
+    return evolve(changed, rope=rope, rope_local_theta=local, rope_fraction=0.5 if half else 1.0)
+
+
+@st.composite
+def archs(draw: st.DrawFn, tp: int = 1, moe: MoeSpec = DENSE) -> Arch:
+    """Draw the architecture of a small decoder."""
+    return complete(draw(families(tp, moe)), draw(st.integers(11, 17)))
 
 
 def params_of(arch: Arch, seed: int = 0) -> Params:

@@ -38,7 +38,7 @@ def arch_with(data: st.DataObject, **moe: Any) -> Arch:
     """Draw a dense model, or a mixture with some fields given."""
     if not data.draw(st.booleans(), "experts"):
         return data.draw(archs())
-    return data.draw(archs(moe=evolve(data.draw(mixtures(1, 1)), **moe), mlp_bias=False, layers=2))
+    return data.draw(archs(moe=evolve(data.draw(mixtures(1, 1)), **moe)))
 
 
 def drawn(data: st.DataObject) -> tuple[Arch, Params, Batch]:

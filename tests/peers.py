@@ -10,15 +10,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from ironfn import tree
 from ironfn.model.arch import Arch, complete
-from ironfn.model.families import PRESETS
-from ironfn.spec.records import ModelSpec
+from ironfn.model.families import model_spec
 from ironfn.types import Params
 
 
 def make_arch(preset: str, vocab: int, **fields: Any) -> Arch:
     """Return a small architecture of a family."""
     small: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 80, "context": 64}
-    return complete(ModelSpec(preset=preset, **(dict(PRESETS[preset]) | small | fields)), vocab)
+    return complete(model_spec(preset, **(small | fields)), vocab)
 
 
 def llama(arch: Arch, seed: int = 0, attention: str = "eager") -> tuple[LlamaForCausalLM, Params]:

@@ -13,10 +13,9 @@ from ironfn import tree
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch, complete
 from ironfn.model.counting import flops_per_token, matmul_parameters, parameters
-from ironfn.model.families import PRESETS
+from ironfn.model.families import model_spec
 from ironfn.model.init import abstract, init
 from ironfn.model.tables import table
-from ironfn.spec.records import ModelSpec
 from tests import peers
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -30,7 +29,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def published(preset: str, vocab: int, **fields: Any) -> Arch:
-    return complete(ModelSpec(preset=preset, **(dict(PRESETS[preset]) | fields)), vocab)
+    return complete(model_spec(preset, **fields), vocab)
 
 
 @pytest.mark.parametrize(("preset", "fields"), CASES)

@@ -119,7 +119,10 @@ def test_what_an_unreadable_file_may_have_said_is_not_held_against_the_others(tm
         ("optim: 3", "1:8 optim: 3 is not a section; write its fields below it"),
         ("optim: [lr, 3]", "1:8 optim: a list is not a section; write its fields below it"),
         ("data: {sets: [a]}", "1:14 data.sets: a list is not a section; write `name: value` lines below it"),
-        ("model: {preset: lama}", "1:17 model.preset: 'lama' is not one of llama, gpt2; did you mean llama?"),
+        (
+            "model: {preset: lama}",
+            "1:17 model.preset: 'lama' is no family or model; did you mean llama or llama3 or llama2?",
+        ),
         ("model: {preset: 3}", "1:17 model.preset: 3 is not text; quote it: '3'"),
         (
             "optim: {groups: {wq: sgd}}",

@@ -131,7 +131,9 @@ def _look(layer: int, arch: Arch, mesh: Mesh, device: torch.device) -> Look:
     """Return how this rank's heads of a block look."""
     window, slopes = arch.window(layer), None
     if arch.positions == "alibi":
-        slopes = torch.tensor(alibi_slopes(arch.heads), device=device).chunk(mesh.tp.size)[mesh.tp.index]
+        slopes = torch.tensor(alibi_slopes(arch.heads), dtype=torch.float64, device=device).chunk(mesh.tp.size)[
+            mesh.tp.index
+        ]
     if not window and slopes is None and arch.attention_scale is None and arch.attention_softcap is None:
         return PLAIN
     return Look(arch.attention_scale, window, arch.attention_softcap, slopes)

@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path as File
-from typing import Any, get_origin
+from typing import Any, cast, get_origin
 
 from cattrs import Converter
 
@@ -20,7 +20,8 @@ from ironfn.spec.structure import Path, Wrong, converter, fields_of, show, struc
 
 __all__ = ["dump_spec", "load_spec"]
 
-Presets = Mapping[str, Mapping[str, object]]
+Section = Mapping[str, object]
+Presets = Mapping[str, Section]
 
 MAX_HINTS = 40
 """Guessing what a key was meant to be takes time; a file with more faults than this is not a spec."""
@@ -129,11 +130,17 @@ def _fill_preset(data: Any, merged: Node, presets: Presets) -> list[Fault]:
         return []
     name: Any = model.get("preset", ModelSpec().preset)
     if not isinstance(name, str) or name in presets:
-        data["model"] = dict(presets.get(name, {})) | model
+        data["model"] = {**presets.get(name, {}), **model}
+        for section, values in presets.get(name, {}).items():
+            given = model.get(section)
+            if isinstance(values, Mapping) and (given is None or isinstance(given, Mapping)):
+                data["model"][section] = dict(cast(Section, values)) | dict(cast(Section, given or {}))
         return []
-    near = difflib.get_close_matches(name, presets, 1)
-    what = f"{show(name)} is not one of {', '.join(presets)}" + (f"; did you mean {near[0]}?" if near else "")
-    return [Fault(_place(merged, ("model", "preset")), "model.preset", what)]
+    near = difflib.get_close_matches(name, presets, 3)
+    what = (
+        f"is no family or model; did you mean {' or '.join(near)}?" if near else f"is not one of {', '.join(presets)}"
+    )
+    return [Fault(_place(merged, ("model", "preset")), "model.preset", f"{show(name)} {what}")]
 
 
 def _settle(data: Any, fields: Mapping[Path, Any], strict: Converter) -> tuple[RunSpec, list[Wrong]]:
