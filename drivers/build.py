@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from attrs import evolve, frozen
@@ -28,6 +29,7 @@ from ironfn.spec.records import PrecisionSpec, RunSpec
 from ironfn.types import Batch, Loss, Params
 
 from .places import Places, places
+from .start import first_weights
 
 ON_NONFINITE = {"stop": stop, "skip": skip}
 
@@ -66,13 +68,21 @@ class Job:
         rows = spec.micro_batch or spec.batch // self.mesh.shares
         return eval_batches(data, rows, self.spec.report.eval_rows, self.mesh.share, self.mesh.shares)
 
-    def first_state(self) -> State:
-        """Return the state before the first step."""
+    def first_state(self, *, drawn: bool = False) -> State:
+        """Return the state before the first step. drawn: whatever ``model.init_from`` says, which will be replaced.
+
+        All ranks call this together. ValueError where ``model.init_from`` is not of this model.
+        """
         spec = self.spec.train
         dtype = getattr(torch, spec.precision.params)
-        params = init(self.arch, spec.seed, self.places.params, self.mesh, dtype)
-        params = tree.map(lambda x: x.to(self.device), params)
         fixed = tree.map(lambda x: x.to(self.device), router_bias(self.arch))
+        if self.spec.model.init_from is None or drawn:
+            params = init(self.arch, spec.seed, self.places.params, self.mesh, dtype)
+            params = tree.map(lambda x: x.to(self.device), params)
+        else:
+            source = Path(self.spec.model.init_from)
+            params, given = first_weights(source, self.arch, self.places.params, self.mesh, dtype, self.device)
+            fixed = given if fixed else fixed
         extra: Params = {"fixed": fixed} if fixed else {}
         return State(0, params, self.places.optimizer.init(params), extra=extra)
 

@@ -33,6 +33,7 @@ COMMANDS = MappingProxyType(
         "prepare": Entry("prepare:command", "Train or take the tokenizer and write the token stores of a spec."),
         "pretrain": Entry("pretrain:command", "Train a language model from random weights, or resume one."),
         "generate": Entry("generate:command", "Continue prompts with a trained model."),
+        "convert": Entry("convert:command", "Take a model from a Hugging Face directory, or write one as such."),
         "report": Entry("report:command", "Write a run's report.html and loss.png again from its metrics."),
         "data": Entry("data:command", "Look into prepared data."),
         "optim": Entry("optim:command", "Show which optimizer gets which parameter."),

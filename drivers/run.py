@@ -63,7 +63,8 @@ def run(
         alike(mesh, device, "the spec", xxhash.xxh3_64_hexdigest(dump_spec(spec).encode()))
         job = together(mesh, device, lambda: build(spec, mesh, device))
         alike(mesh, device, f"the data in {spec.data.dir}", f"{job.train.checksum:016x}")
-        first = together(mesh, device, job.first_state)
+        begun = bool(steps(place.checkpoints))
+        first = together(mesh, device, lambda: job.first_state(drawn=begun))
         state, seconds = together(mesh, device, lambda: _restore(job, first, place, console, restart))
         if speaks:
             replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())

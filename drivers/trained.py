@@ -8,17 +8,15 @@ from pathlib import Path
 from attrs import frozen
 from tokenizers import Tokenizer
 
-from ironfn import checkpoint, tree
-from ironfn.algo.step import State
+from ironfn import tree
 from ironfn.data.preparation import TOKENIZER
 from ironfn.data.tokenizer import load
 from ironfn.model.arch import Arch
 from ironfn.model.forward import Forward
-from ironfn.spec.records import RunSpec
-from ironfn.spec.structure import structure
 from ironfn.types import Params
 
 from .build import forward
+from .saved import open_saved
 
 
 @frozen
@@ -44,24 +42,16 @@ def require_text(text: str, what: str) -> None:
 
 
 def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
-    """Open a run directory's newest whole checkpoint, or one checkpoint. ValueError where there is none."""
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = folder if (folder / "manifest.msgpack").exists() else checkpoint.newest(folder, say)
-    if found is None:
-        raise ValueError(f"{path} holds no checkpoint; train one with `ironfn pretrain`")
-    saved, meta = checkpoint.load(found, keep=lambda leaf: leaf.startswith(("params/", "extra/fixed/")))
-    spec, arch = structure(meta["spec"], RunSpec), structure(meta["arch"], Arch)
-    if isinstance(spec, list) or isinstance(arch, list):
-        raise ValueError(f"{found} was written by ironfn {meta['ironfn']}, whose specs this version does not read")
-    beside = found.parent.parent / TOKENIZER
-    vocabulary = load(beside if beside.exists() else Path(spec.data.dir) / TOKENIZER, spec.data.tokenizer.eos)
-    say(f"{found}, step {meta['step']}")
-    extra = tree.branch(saved, "extra") if "extra" in saved else {}
+    """Open a model for use: see `open_saved`. ValueError where it has no tokenizer."""
+    saved = open_saved(path, say)
+    if saved.tokenizer is None:
+        raise ValueError(f"{path} has no {TOKENIZER}; put the one that the model was trained with there")
+    vocabulary = load(saved.tokenizer, saved.spec.data.tokenizer.eos)
     return Trained(
-        params=State(meta["step"], tree.branch(saved, "params"), {}, extra=extra).model,
-        arch=arch,
-        how=forward(spec.train.precision),
+        params=tree.merge(saved.params, saved.fixed),
+        arch=saved.arch,
+        how=forward(saved.spec.train.precision),
         tokenizer=vocabulary.tokenizer,
         eos=vocabulary.eos,
-        prompts=tuple(spec.report.prompts),
+        prompts=tuple(saved.spec.report.prompts),
     )

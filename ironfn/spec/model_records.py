@@ -85,6 +85,7 @@ class ModelSpec:
     attention_bias: of q, k and v; attention_out_bias: of o, None as the others. attention_scale: of the scores; None
     is 1 / sqrt(head_dim). attention_softcap, logit_softcap: c of c tanh(x / c) on scores and logits.
     embed_scale: the embeddings are multiplied by sqrt(width). embed_norm: and have a norm of their own.
+    init_from: the run, checkpoint or Hugging Face directory that holds the first weights; None draws them.
     """
 
     preset: str = "llama"
@@ -123,4 +124,5 @@ class ModelSpec:
     tied: bool = True
     dropout: float = 0.0
     init_std: float = 0.02
+    init_from: str | None = None
     moe: MoeSpec = field(factory=MoeSpec)

@@ -1,0 +1,43 @@
+"""Write a run or a checkpoint of ours as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ironfn import tree
+from ironfn.data.tokenizer import load
+from ironfn.hf.directory import CARRIED, export_model
+from ironfn.hf.untrusted import read_inside
+
+from .imported import KEPT
+from .saved import open_saved
+
+
+def export_run(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    architecture: str | None,
+    file_bytes: int,
+    say: Callable[[str], None],
+) -> str:
+    """Write the newest checkpoint of a run, or the one named, and return what there is to say of it."""
+    found = open_saved(source, say)
+    beside = found.path.parent.parent / KEPT
+    kept = set(os.listdir(beside)) if beside.is_dir() else set[str]()
+    carried = {name: read_inside(beside, name) for name in CARRIED if name in kept}
+    leaves = tree.flatten(found.params) | tree.flatten(found.fixed)
+    tokenizer, eos = None, None
+    if found.tokenizer is not None:
+        tokenizer = found.tokenizer.read_bytes()
+        eos = load(found.tokenizer, found.spec.data.tokenizer.eos).eos
+    out = export_model(
+        target, found.arch, leaves, carried=carried, tokenizer=tokenizer, eos=eos,
+        architecture=architecture, dtype=dtype, file_bytes=file_bytes,
+    )  # fmt: skip
+    count = sum(leaf.numel() for leaf in leaves.values())
+    return f"{target}: {out.family.architecture}, {len(leaves)} leaves, {count:,} parameters"

@@ -1,0 +1,94 @@
+"""Take a run's first weights from a model that is there already, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ironfn import checkpoint, tree
+from ironfn.hf.directory import Described, describe, is_directory, load_model
+from ironfn.hf.export import essence
+from ironfn.layout.table import Placement
+from ironfn.mesh.agree import together
+from ironfn.mesh.axis import Mesh
+from ironfn.model.arch import Arch, complete
+from ironfn.types import Params
+
+from .saved import find_checkpoint, is_weights, records
+
+ROUTER_BIAS = "/router/bias"
+
+
+def first_weights(
+    source: Path,
+    arch: Arch,
+    layout: Mapping[str, Placement],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Params, Params]:
+    """Return this rank's shares of a model's leaves, cast to ``dtype``, and of its routers' biases, in float32.
+
+    source: a run directory, a checkpoint or a Hugging Face directory. All ranks call this together. ValueError, with
+    what differs, where it holds another model than ``arch``.
+    """
+    if together(mesh, lambda: _is_hf(source), device=device):
+        described = together(mesh, lambda: _described(source, arch), device=device)
+        places = {path: Placement() for path in described.biases(arch)} | dict(layout)
+        flat = tree.flatten(load_model(described, arch, places, mesh, dtype=dtype, device=device))
+    else:
+        found, places = together(mesh, lambda: _saved(source, arch, layout), device=device)
+        saved, _ = checkpoint.load(found, keep=is_weights, layout=places, mesh=mesh, device=device)
+        flat = {_bare(path): leaf for path, leaf in tree.flatten(saved).items()}
+    fixed = {path: leaf.float() for path, leaf in flat.items() if path.endswith(ROUTER_BIAS)}
+    params = {path: leaf.to(dtype) for path, leaf in flat.items() if path not in fixed}
+    biased = {path for path in layout if path.endswith(ROUTER_BIAS)}
+    if fixed and not biased:
+        raise ValueError(f"model.init_from: the routers of {source} have biases; set model.moe.bias_rate above 0")
+    zeros = {path: torch.zeros(arch.moe.experts, device=device) for path in biased if arch.moe is not None}
+    return tree.unflatten(params), tree.unflatten(zeros | fixed)
+
+
+def _is_hf(source: Path) -> bool:
+    if not source.is_dir():
+        raise ValueError(f"model.init_from: there is no directory {source}")
+    return is_directory(source)
+
+
+def _described(source: Path, arch: Arch) -> Described:
+    described = describe(source)
+    _check_same(source, complete(described.spec, 1), arch)
+    return described
+
+
+def _saved(source: Path, arch: Arch, layout: Mapping[str, Placement]) -> tuple[Path, dict[str, Placement]]:
+    """Find a checkpoint of this very model, and say where its leaves go."""
+    warned: list[str] = []
+    found = find_checkpoint(source, warned.append)
+    manifest = checkpoint.read_manifest(found)
+    _, theirs = records(manifest.meta, found)
+    _check_same(source, theirs, arch)
+    if theirs.rows != arch.rows:
+        raise ValueError(
+            f"model.init_from: {source} has {theirs.rows} rows in its vocabulary's table, and model.pad_vocab_to makes "
+            f"{arch.rows} here; make it the same"
+        )
+    return found, {path: layout.get(_bare(path), Placement()) for path in manifest.leaves if is_weights(path)}
+
+
+def _bare(path: str) -> str:
+    return path.removeprefix("params/").removeprefix("extra/fixed/")
+
+
+def _check_same(source: Path, theirs: Arch, ours: Arch) -> None:
+    """Refuse another model; how long its texts may be is free, where no leaf depends on it."""
+    a, b = essence(theirs), essence(ours)
+    if ours.positions != "learned":
+        a, b = a | {"context": 0}, b | {"context": 0}
+    wrong = [
+        f"{name} is {a.get(name)!r} there and {b.get(name)!r} here" for name in a | b if a.get(name) != b.get(name)
+    ]
+    if wrong:
+        raise ValueError(f"model.init_from: {source} holds another model: " + "; ".join(wrong))
