@@ -34,6 +34,7 @@ COMMANDS = MappingProxyType(
         "pretrain": Entry("pretrain:command", "Train a language model from random weights, or resume one."),
         "generate": Entry("generate:command", "Continue prompts with a trained model."),
         "convert": Entry("convert:command", "Take a model from a Hugging Face directory, or write one as such."),
+        "eval": Entry("eval:command", "Measure a trained model on questions and on texts."),
         "report": Entry("report:command", "Write a run's report.html and loss.png again from its metrics."),
         "data": Entry("data:command", "Look into prepared data."),
         "optim": Entry("optim:command", "Show which optimizer gets which parameter."),

@@ -30,6 +30,7 @@ ORDER = (
     ("rewards",),
     ("checkpoint",),
     ("report",),
+    ("evals",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 MODULES = sorted((ROOT / "ironfn").rglob("*.py"))

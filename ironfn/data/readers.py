@@ -42,6 +42,14 @@ class Blank:
     place: str
 
 
+@frozen
+class Row:
+    """Hold what a line of JSON Lines says, whatever that is, and its place, ``file:line``."""
+
+    value: Any
+    place: str
+
+
 Item: TypeAlias = Document | Bad | Blank
 
 
@@ -115,6 +123,12 @@ def _part(part: bytes, path: Path, line: int) -> Item:
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Item]:
+    for row in rows(path):
+        yield _field(row.value, text, row.place) if isinstance(row, Row) else row
+
+
+def rows(path: Path) -> Iterator[Row | Bad | Blank]:
+    """Yield the rows of a JSON Lines file (plain or .gz), in its order. OSError where it cannot be read."""
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             data = line.removeprefix(_BOM) if number == 1 else line
@@ -123,7 +137,7 @@ def _jsonl(path: Path, text: str) -> Iterator[Item]:
                 yield Blank(place)
                 continue
             try:
-                yield _field(json.loads(data.decode()), text, place)
+                yield Row(json.loads(data.decode()), place)
             except UnicodeDecodeError as error:
                 yield Bad(place, f"invalid UTF-8: byte 0x{data[error.start]:02X} at byte {error.start} of the line")
             except json.JSONDecodeError as error:

@@ -172,3 +172,30 @@ def cross_entropy(
     flat = (x.flatten(0, -2), w, bias, targets.flatten(), weight.flatten())
     need = (_wanted(x), _wanted(w), _wanted(bias))
     return _CrossEntropy.apply(*flat, axis, vocab, softcap, chunk, *need)[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+@torch.no_grad()
+def token_log_probs(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    *,
+    vocab: int,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return log softmax(x wᵀ + bias)[target] of each target, float32 [N] (float64 for float64), without a gradient.
+
+    x [N, width] and targets [N]; the rest as `cross_entropy` has it.
+    """
+    chunk = chunk or max(64, (1 << 23) // w.shape[0])
+    first, w = axis.index * w.shape[0], w.to(x.dtype)
+    found = [x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))]
+    for x_part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
+        local = target - first
+        mine = (local >= 0) & (local < w.shape[0])
+        logits, _ = _logits(x_part, w, bias, first, vocab, softcap)
+        found.append(_log_softmax_at(logits, local.clamp(0, w.shape[0] - 1), mine, axis)[0])
+    return torch.cat(found)

@@ -151,7 +151,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     scores, summed over the row, and ``z`` [B, L], its mean squared logsumexp: `loss.experts` makes losses of these.
     """
     tokens = batch["tokens"]
-    if arch.positions == "learned" and tokens.shape[1] > arch.context:
+    if arch.positions == "learned" and tokens.shape[1] > arch.context and "position" not in batch:
         raise ValueError(f"{tokens.shape[1]} tokens do not fit model.context {arch.context}; shorten the rows")
     if "experts" in batch:
         check_given(batch, arch)

@@ -1,0 +1,202 @@
+"""Measure a trained model on files: ``ironfn eval``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ironfn.data.readers import Row
+    from ironfn.evals.texts import Subject, Text
+
+    from .trained import Trained
+
+_OUT = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("eval")
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "-t",
+    "--tasks",
+    "files",
+    multiple=True,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Questions or texts as .jsonl, or any text file; give it again for more.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Take only so many items of each file.")
+@click.option("--seed", type=int, help="Take them at random; without it, the first ones.")
+@click.option("--delimiter", default=" ", show_default="a space", help="What stands between a context and a choice.")
+@click.option("--window", type=click.IntRange(2), help="Tokens read at once for perplexity; else the model's context.")
+@click.option(
+    "--context", default=1, show_default=True, type=click.IntRange(1), help="Tokens before each token, at the least."
+)
+@click.option("--begin", metavar="TOKEN", help="What stands before a text; else the model's own token.")
+@click.option("--out", type=_OUT, help="Write the results here, as jsonl.")
+@click.option("--items", type=_OUT, help="Write the scores of every item here, as jsonl.")
+def command(
+    model: Path,
+    files: tuple[Path, ...],
+    limit: int | None,
+    seed: int | None,
+    delimiter: str,
+    window: int | None,
+    context: int,
+    begin: str | None,
+    out: Path | None,
+    items: Path | None,
+) -> None:
+    """Measure MODEL, the directory of a run or a checkpoint, on questions and on texts.
+
+    The fields of a file's first row say what it holds: query, choices, gold (the likeliest choice is the answer);
+    context_options, continuation, gold (the context that makes the continuation likeliest); text (perplexity).
+    Tokens and scores are those of `lm-eval`.
+    """
+    from .trained import open_trained, require_text
+
+    require_text(delimiter, "--delimiter")
+    tasks = [(file, *_read(file, limit, seed)) for file in files]  # a faulty file is told before a model is read
+    subject = _subject(open_trained(model, lambda line: click.echo(line, err=True)), begin)
+    results: list[dict[str, Any]] = []
+    details: list[dict[str, Any]] = []
+    for file, schema, rows in tasks:
+        if schema == "perplexity":
+            result, each = _texts(subject, rows, window or subject.context, context)
+        else:
+            result, each = _questions(subject, rows, delimiter)
+        results.append({"task": file.name.split(".")[0], "file": str(file), "schema": schema, **result})
+        details += each
+    _show(results)
+    for path, written in ((out, results), (items, details)):
+        if path is not None:
+            path.write_text("".join(json.dumps(_finite(row)) + "\n" for row in written), encoding="utf-8")
+
+
+def _read(file: Path, limit: int | None, seed: int | None) -> tuple[str, list[Row]]:
+    """Return the schema of a file and its rows, or as many as were asked for."""
+    from ironfn.data.readers import Document, Row, read, rows
+    from ironfn.data.sources import Source
+    from ironfn.evals.items import good, schema_of
+
+    if file.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        found = good(rows(file))
+        schema = schema_of(found[0]) if found else ""
+    else:
+        parts = read(Source(file, "text", code=False), "text", None)
+        found = good(Row({"text": part.text}, part.place) if isinstance(part, Document) else part for part in parts)
+        found, schema = [row for row in found if row.value["text"]], "perplexity"
+    if not found:
+        raise ValueError(f"{file} is empty: there is nothing to measure on")
+    if limit is None or limit >= len(found):
+        return schema, found
+    if seed is None:
+        return schema, found[:limit]
+    import torch
+
+    from ironfn import rng
+
+    order = torch.randperm(len(found), generator=rng.generator(seed, "eval")).tolist()
+    return schema, [found[i] for i in sorted(order[:limit])]
+
+
+def _subject(trained: Trained, begin: str | None) -> Subject:
+    """Return how the model encodes and scores, with a bar on a terminal."""
+    from ironfn.evals.likelihood import log_likelihoods
+    from ironfn.evals.texts import Subject
+
+    tokenizer, first = trained.tokenizer, trained.eos if begin is None else trained.tokenizer.token_to_id(begin)
+    if first is None:
+        raise ValueError(f"--begin {begin!r} is no token of this model; leave it out to take the model's own")
+    name = tokenizer.id_to_token(first) or ""
+
+    def encode(text: str, around: bool) -> list[int]:
+        # What the tokenizer puts before a text is not put before one that brings it along.
+        return tokenizer.encode(text, add_special_tokens=around and not (name and text.startswith(name))).ids
+
+    def score(groups: Sequence[Sequence[Text]]) -> Iterator[list[float]]:
+        scores = log_likelihoods(trained.params, trained.arch, groups, how=trained.how)
+        to = click.get_text_stream("stderr")
+        bar: Any = click.progressbar(length=len(groups), file=to, hidden=not to.isatty())
+        with bar:
+            for each in scores:
+                yield each
+                bar.update(1)
+
+    return Subject(score, encode, first, trained.arch.context)
+
+
+def _questions(subject: Subject, rows: list[Row], delimiter: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from ironfn.evals.accuracy import answer
+    from ironfn.evals.items import question
+
+    whole, answers = answer([question(row, delimiter) for row in rows], subject)
+    result: dict[str, Any] = {"items": whole.items, "acc": whole.acc.value, "acc_stderr": whole.acc.stderr}
+    if whole.acc_norm is not None:
+        result |= {"acc_norm": whole.acc_norm.value, "acc_norm_stderr": whole.acc_norm.stderr}
+    details = [
+        {
+            "place": each.question.place,
+            "gold": each.question.gold,
+            "by_sum": each.by_sum,
+            "by_character": each.by_character,
+            "tokens": each.tokens,
+            "log_likelihoods": each.log_likelihoods,
+        }
+        for each in answers
+    ]
+    return result | {"cut": whole.cut}, details
+
+
+def _texts(subject: Subject, rows: list[Row], window: int, context: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from ironfn.evals.items import document
+    from ironfn.evals.rolling import predict
+
+    whole, texts = predict([document(row) for row in rows], subject, window, context)
+    result = {
+        "items": whole.documents,
+        "token_perplexity": whole.token_perplexity,
+        "byte_perplexity": whole.byte_perplexity,
+        "bits_per_byte": whole.bits_per_byte,
+        "tokens": whole.tokens,
+        "bytes": whole.bytes,
+        "nats": whole.nats,
+        "window": whole.window,
+        "context": whole.context,
+    }
+    details = [
+        {"place": row.place, "tokens": text.tokens, "bytes": text.bytes, "nats": text.nats}
+        for row, text in zip(rows, texts, strict=True)
+    ]
+    return result, details
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Write null for what JSON has no number for: the error of a single item, a perplexity beyond any float."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+
+
+def _show(results: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("task", "items", "metric", "value", "±"):
+        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    metrics = ("acc", "acc_norm", "token_perplexity", "byte_perplexity", "bits_per_byte")
+    for result in results:
+        for metric in metrics:
+            if metric in result:
+                error = f"{result[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in result else ""
+                table.add_row(result["task"], str(result["items"]), metric, f"{result[metric]:.4f}", error)
+    Console(soft_wrap=True).print(table)
+    for result in results:
+        if result.get("cut"):
+            click.echo(
+                f"{result['task']}: {result['cut']} texts lost their beginning: longer than the context", err=True
+            )
