@@ -107,6 +107,9 @@ def _read(file: Path, limit: int | None, seed: int | None) -> tuple[str, list[Ro
 
 def _subject(trained: Trained, begin: str | None) -> Subject:
     """Return how the model encodes and scores, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
     from ironfn.evals.likelihood import log_likelihoods
     from ironfn.evals.texts import Subject
 
@@ -121,12 +124,9 @@ def _subject(trained: Trained, begin: str | None) -> Subject:
 
     def score(groups: Sequence[Sequence[Text]]) -> Iterator[list[float]]:
         scores = log_likelihoods(trained.params, trained.arch, groups, how=trained.how)
-        to = click.get_text_stream("stderr")
-        bar: Any = click.progressbar(length=len(groups), file=to, hidden=not to.isatty())
-        with bar:
-            for each in scores:
-                yield each
-                bar.update(1)
+        terminal = Console(stderr=True)
+        hidden = not terminal.is_terminal
+        yield from track(scores, "scoring", len(groups), console=terminal, disable=hidden, transient=True)
 
     return Subject(score, encode, first, trained.arch.context)
 

@@ -143,7 +143,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     """Return the last hidden states [B, T, D] (T a share under sequence parallelism), and what the experts tell.
 
     batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``row`` (with dropout or jitter) and ``experts``
-    as in `types.Batch`. ValueError where the text is longer than the model's context with learned positions.
+    as in `types.Batch`. ValueError where rows without ``position`` are longer than a context of learned positions.
 
     With L blocks of E experts and K choices a token, on every rank of tp the same: ``experts`` int64 [B, T, L, K], the
     choices (-1 on padding), which may be given back in the batch; ``load`` int64 [B, L, E], the tokens of each row that
