@@ -6,7 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,12 +28,15 @@ from ironfn.evals.rolling import predict
 from ironfn.evals.texts import Subject, Text, continued, windows
 from ironfn.layout.table import shard
 from ironfn.mesh import fake
+from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch
 from ironfn.model.tables import table
-from ironfn.spec.records import MoeSpec, TokenizerSpec
+from ironfn.model.transformer import logits
+from ironfn.spec.records import MoeSpec, RopeSpec, TokenizerSpec
 from ironfn.types import Params
 from tests import peers
 
+T = TypeVar("T")
 CONTEXT = 48
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {
@@ -128,8 +131,8 @@ def ask(rows: Any) -> list[Question]:
     return [question(Row(row, f"items.jsonl:{n}"), " ") for n, row in enumerate(rows, 1)]
 
 
-def flat(scores: list[list[float]]) -> list[float]:
-    return [each for group in scores for each in group]
+def flat(groups: list[list[T]]) -> list[T]:
+    return [each for group in groups for each in group]
 
 
 def held_to_theirs(pair: Pair, questions: list[Question]) -> tuple[Accuracy, list[Answer]]:
@@ -280,6 +283,25 @@ def some_model(preset: str, **fields: Any) -> tuple[Arch, Params]:
 
     arch = peers.make_arch(preset, 17, pad_vocab_to=8, context=8, **fields)
     return arch, params_of(arch)
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields"),
+    [
+        ("llama", {}),
+        ("phi", {}),
+        ("gemma2", {"windows": [3, 0], "logit_softcap": 1.5}),
+        ("llama", {"rope": RopeSpec(kind="dynamic", factor=4.0, original_context=3)}),
+    ],
+    ids=["llama", "head bias", "soft cap", "angles by length"],
+)
+def test_scores_are_those_of_the_logits_of_each_text_alone(preset: str, fields: dict[str, Any]) -> None:
+    arch, params = some_model(preset, **fields)
+    texts = [[Text((1, 2, 3, 4, 5), 2), Text((1, 2, 3, 4), 1), Text((1, 2), 1)], [Text((7, 8, 9), 2)]]
+    for text, ours in zip(flat(texts), flat(list(log_likelihoods(params, arch, texts))), strict=True):
+        found = logits(params, {"tokens": torch.tensor([text.ids[:-1]])}, arch, SINGLE)[0].log_softmax(-1)
+        each = found[-text.scored :].gather(1, torch.tensor(text.ids[-text.scored :])[:, None])
+        assert ours == pytest.approx(float(each.sum()), rel=1e-10)
 
 
 def test_rows_longer_than_learned_positions_are_texts_that_are_not() -> None:

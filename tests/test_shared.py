@@ -27,6 +27,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"kv_heads": 2}),
     "gpt2": ("gpt2", {}),
     "experts": ("llama", {"moe": MoeSpec(experts=4, ffn=16)}),
+    "windows": ("gemma2", {"windows": [3, 0], "attention_softcap": 2.0}),
+    "alibi": ("llama", {"positions": "alibi"}),
 }
 GROUPS = [
     [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 8, 9, 10]],  # one is the beginning of another

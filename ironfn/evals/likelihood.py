@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -15,7 +16,7 @@ from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.shared import Folded, common, fold, shared_prefix
-from ironfn.model.transformer import head_weight, hidden
+from ironfn.model.transformer import head_bias, head_weight, hidden
 from ironfn.types import Params
 
 BUDGET = 2048
@@ -42,10 +43,19 @@ def log_likelihoods(
     arch = _without_capacity(arch)
     mesh = evolve(mesh, sequence_parallel=False)  # rows are as long as their texts: tp cannot share them out
     cuts = [[_checked(cut(text, arch.context), arch) for text in group] for group in groups]
-    for first, last in _packs(cuts, budget):
-        sums = iter(_score(params, arch, cuts[first:last], how, mesh))
-        for group in cuts[first:last]:
-            yield [next(sums) for _ in group]
+    if _alone(cuts, arch):
+        budget, rows = 0, [[text] for group in cuts for text in group]
+    else:
+        rows = cuts
+    sums = (each for first, last in _packs(rows, budget) for each in _score(params, arch, rows[first:last], how, mesh))
+    for group in cuts:
+        yield [next(sums) for _ in group]
+
+
+def _alone(groups: Sequence[Sequence[Text]], arch: Arch) -> bool:
+    """Tell whether the angles of a text depend on its length: then even equal beginnings are not alike."""
+    longest = max((len(text.ids) - 1 for group in groups for text in group), default=0)
+    return arch.rope.kind in ("dynamic", "longrope") and longest > (arch.rope.original_context or arch.context)
 
 
 def _without_capacity(arch: Arch) -> Arch:
@@ -83,7 +93,8 @@ def _score(params: Params, arch: Arch, groups: Sequence[Sequence[Text]], how: Fo
     asked, targets = _asked(folded, texts)
     # What texts of a group ask for alike, at the same place, is scored once.
     pairs, copies = torch.stack([asked, targets]).unique(dim=1, return_inverse=True)
-    log_probs = token_log_probs(enter(x, mesh)[0, pairs[0]], weight, pairs[1], mesh.tp, vocab=arch.vocab)
+    head: Any = {"vocab": arch.vocab, "bias": head_bias(params, arch, how), "softcap": arch.logit_softcap}
+    log_probs = token_log_probs(enter(x, mesh)[0, pairs[0]], weight, pairs[1], mesh.tp, **head)
     of = torch.repeat_interleave(torch.tensor([text.scored for text in texts])).to(weight.device)
     sums = torch.zeros(len(texts), dtype=torch.float64, device=weight.device)
     return sums.index_add_(0, of, log_probs.double()[copies]).tolist()

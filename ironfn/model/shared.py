@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from ironfn.model.attention import Attention, by_span
+from ironfn.model.causal import PLAIN, Look
 from ironfn.types import Batch
 
 
@@ -89,14 +90,15 @@ def shared_prefix(folded: Folded, inner: Attention = by_span) -> Attention:
     """Return the attention of the texts, for a row in which they share their beginnings.
 
     Each text attends by ``inner`` as if it stood alone, whatever that does with windows or biases: its queries, keys
-    and values are read from the row, and the results of what it shares are taken once.
+    and values are read from the row, and the results of what it shares are taken once. Rotary angles that depend on
+    the length of a text (`rope.lengths`) cannot be shared by texts beyond the original context.
     """
     attend = inner(folded.segment)
     if len(folded.places) == len(folded.firsts):
         return lambda _: attend
 
-    def folded_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed = attend(*(x.index_select(1, folded.places) for x in (q, k, v)))
-        return mixed.index_select(1, folded.firsts)
+    def folded_attend(q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
+        q, k, v = (x.index_select(1, folded.places) for x in (q, k, v))
+        return attend(q, k, v, look).index_select(1, folded.firsts)
 
     return lambda _: folded_attend
