@@ -38,6 +38,21 @@ def test_value_and_gradients_equal_torch(chunk: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [10, 512])
+def test_a_bias_and_a_cap_of_the_logits_equal_torch(chunk: int, softcap: float | None) -> None:
+    x, w, targets, weight = case()
+    b = torch.randn(50, requires_grad=True)
+    logits = (x @ w.t() + b)[:, :47]
+    targets, logits = targets % 47, logits if softcap is None else softcap * (logits / softcap).tanh()
+    expected = (F.cross_entropy(logits, targets, reduction="none") * weight).sum()
+    found = cross_entropy(x, w, targets, weight, ALONE, vocab=47, bias=b, softcap=softcap, chunk=chunk)
+    torch.testing.assert_close(found, expected)
+    theirs = torch.autograd.grad(3 * expected, [x, w, b])
+    for mine, other in zip(torch.autograd.grad(3 * found, [x, w, b]), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
 def test_padded_vocabulary_has_no_probability() -> None:
     x, w, targets, weight = case(rows=50)
     targets = targets % 41

@@ -39,7 +39,7 @@ def model_faults(model: ModelSpec) -> Faults:
 
 
 def _rotary(model: ModelSpec) -> Faults:
-    rope, local = model.rope, model.rope_local_theta
+    rope = model.rope
     if model.positions != "rotary":
         if rope.kind != "none":
             what = f"there are no angles to stretch with positions {model.positions}; leave it out"
@@ -50,9 +50,6 @@ def _rotary(model: ModelSpec) -> Faults:
     if turned % 2 or not turned:
         what = f"rotary positions turn pairs, and {turned} is {'odd' if turned else 'none'}"
         yield _at(*(["rope_fraction"] if model.rope_fraction < 1 else []), "head_dim", "heads", "width"), what
-    if local is not None and not any(model.windows):
-        what = "is for the layers with a window, and there are none; leave it out, or give model.windows"
-        yield _at("rope_local_theta", "windows"), what
     if rope.kind == "dynamic" and turned == 2:
         yield _at("rope.kind", "head_dim"), "dynamic scaling needs more than one pair of numbers to turn"
     if rope.kind == "longrope":
