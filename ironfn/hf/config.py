@@ -52,7 +52,7 @@ class Family:
     """Describe an architecture of `transformers`.
 
     fixed: fields that it leaves no choice about. only: keys that have to be absent or have this value.
-    bias: whether its routers have a bias on the choice.
+    bias: whether its routers have a bias on the choice. source: where its keys stand.
     """
 
     architecture: str
@@ -63,6 +63,7 @@ class Family:
     fixed: Mapping[str, Any] = MappingProxyType({})
     only: Mapping[str, Any] = MappingProxyType({})
     bias: bool = False
+    source: str = "config.json"
 
 
 def key(ours: str, theirs: str, default: Any = REQUIRED, *others: str) -> Key:
@@ -92,7 +93,7 @@ def read_spec(config: Config, family: Family) -> ModelSpec:
         except (ValueError, TypeError) as error:
             wrong.append(str(error))
     if wrong:
-        raise ValueError(f"config.json of {family.architecture}: " + "; ".join(wrong))
+        raise ValueError(f"{family.source} of {family.architecture}: " + "; ".join(wrong))
     preset = family.model_type if family.model_type in PRESETS else "llama"
     return _checked({"preset": preset} | fields, family)
 
@@ -117,7 +118,7 @@ def _checked(fields: Fields, family: Family) -> ModelSpec:
             if paths[0][0] == "model"
         ]
     if faults:
-        raise ValueError(f"config.json of {family.architecture}: " + "; ".join(faults))
+        raise ValueError(f"{family.source} of {family.architecture}: " + "; ".join(faults))
     assert isinstance(built, ModelSpec)
     return built
 

@@ -51,7 +51,7 @@ def exportable(arch: Arch, architecture: str | None, bias: bool = False) -> Expo
         except ValueError as error:
             faults[family.architecture] = [str(error)]
             continue
-        faults[family.architecture] = _differences(arch, again)
+        faults[family.architecture] = differences(arch, again)
         if bias and not family.bias:
             faults[family.architecture].append("a bias on the routers' choice")
         if not faults[family.architecture]:
@@ -63,7 +63,7 @@ def exportable(arch: Arch, architecture: str | None, bias: bool = False) -> Expo
     )
 
 
-def _differences(a: Arch, b: Arch) -> list[str]:
+def differences(a: Arch, b: Arch) -> list[str]:
     ours, theirs = essence(a), essence(b)
     return [f"{name} {ours.get(name)!r}" for name in ours | theirs if not _same(ours.get(name), theirs.get(name))]
 
@@ -134,12 +134,12 @@ def write_weights(
     planned: dict[str, Planned] = {}
     for link in links(family.naming, arch, fixed):
         if all(owners.setdefault(path, link.row) is link.row for path in link.paths):
-            planned[link.tensor] = _planned(link, arch, leaves, dtype)
+            planned[link.tensor] = plan(link, arch, leaves, dtype)
     assert owners.keys() == leaves.keys(), f"no tensor holds {sorted(leaves.keys() - owners.keys())}"
     return write(directory, planned, file_bytes)
 
 
-def _planned(link: Link, arch: Arch, leaves: Mapping[str, Tensor], dtype: torch.dtype | None) -> Planned:
+def plan(link: Link, arch: Arch, leaves: Mapping[str, Tensor], dtype: torch.dtype | None) -> Planned:
     kinds = {leaves[path].dtype for path in link.paths} if dtype is None else {dtype}
     if len(kinds) > 1:
         raise ValueError(f"the parts of {link.tensor} are {sorted(map(str, kinds))}; choose a dtype")

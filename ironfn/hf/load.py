@@ -48,7 +48,7 @@ def load_weights(
         return pairs
 
     def read() -> Params:
-        loading = _Loading(shapes(arch) | _fixed_shapes(arch, fixed), layout, mesh, torch.device(device), dtype)
+        loading = Loading(shapes(arch) | _fixed_shapes(arch, fixed), layout, mesh, torch.device(device), dtype)
         source = Source(directory)
         for link, entry in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].begin)):
             with source.tensor(entry) as tensor:
@@ -89,7 +89,7 @@ def _check_tied(directory: Path, head: Entry, pairs: list[tuple[Link, Entry]]) -
 
 
 @define
-class _Loading:
+class Loading:
     """Hold the leaves as they are filled; each is made when its first numbers come."""
 
     shapes: Shapes

@@ -39,7 +39,7 @@ class Naming:
     passed_over: tuple[str, ...] = ()
 
 
-def _linear(theirs: str, *ours: str, interleaved: bool = False, turned: bool = True) -> Rows:
+def linear(theirs: str, *ours: str, interleaved: bool = False, turned: bool = True) -> Rows:
     """Return the rows of a linear layer: its weight, and its bias where the model has one."""
     biases = tuple(re.sub(r"(?<=/)w(?=[^/]*$)", "b", path) for path in ours)
     return (
@@ -48,51 +48,51 @@ def _linear(theirs: str, *ours: str, interleaved: bool = False, turned: bool = T
     )
 
 
-def _norm(theirs: str, ours: str) -> Rows:
+def norm(theirs: str, ours: str) -> Rows:
     return Row(f"{theirs}.weight", (f"{ours}/scale",)), Row(f"{theirs}.bias", (f"{ours}/bias",))
 
 
-def _matrix(theirs: str, *ours: str) -> Row:
+def matrix(theirs: str, *ours: str) -> Row:
     return Row(theirs, ours, turned=True)
 
 
 def _experts(name: str, gate: str, up: str, down: str) -> Rows:
     """Return the rows of experts that are tensors of their own."""
     parts = (("w_gate", gate), ("w_up", up), ("w_down", down))
-    return tuple(_matrix(f"{name}.{{e}}.{theirs}.weight", f"mlp/experts/{ours}") for ours, theirs in parts)
+    return tuple(matrix(f"{name}.{{e}}.{theirs}.weight", f"mlp/experts/{ours}") for ours, theirs in parts)
 
 
 _HEAD = (Row("lm_head.weight", ("head/w",)), Row("lm_head.bias", ("head/b",)))
 _STACKED = (
-    _matrix("mlp.experts.gate_up_proj", "mlp/experts/w_gate", "mlp/experts/w_up"),
-    _matrix("mlp.experts.down_proj", "mlp/experts/w_down"),
+    matrix("mlp.experts.gate_up_proj", "mlp/experts/w_gate", "mlp/experts/w_up"),
+    matrix("mlp.experts.down_proj", "mlp/experts/w_down"),
 )
 _ATTENTION = (
-    *(row for n in "qkv" for row in _linear(f"self_attn.{n}_proj", f"attn/w{n}")),
-    *_linear("self_attn.o_proj", "attn/wo"),
-    *_norm("self_attn.q_norm", "attn/q_norm"),
-    *_norm("self_attn.k_norm", "attn/k_norm"),
+    *(row for n in "qkv" for row in linear(f"self_attn.{n}_proj", f"attn/w{n}")),
+    *linear("self_attn.o_proj", "attn/wo"),
+    *norm("self_attn.q_norm", "attn/q_norm"),
+    *norm("self_attn.k_norm", "attn/k_norm"),
 )
-_MLP = tuple(row for n in ("gate", "up", "down") for row in _linear(f"mlp.{n}_proj", f"mlp/w_{n}"))
-_TWO_NORMS = (*_norm("input_layernorm", "norm1"), *_norm("post_attention_layernorm", "norm2"))
+_MLP = tuple(row for n in ("gate", "up", "down") for row in linear(f"mlp.{n}_proj", f"mlp/w_{n}"))
+_TWO_NORMS = (*norm("input_layernorm", "norm1"), *norm("post_attention_layernorm", "norm2"))
 _QWEN_MOE = (
-    _matrix("mlp.gate.weight", "mlp/router/w"),
+    matrix("mlp.gate.weight", "mlp/router/w"),
     *_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     *_STACKED,
-    *(_matrix(f"mlp.shared_expert.{n}_proj.weight", f"mlp/shared/w_{n}") for n in ("gate", "up", "down")),
-    _matrix("mlp.shared_expert_gate.weight", "mlp/shared_gate/w"),
+    *(matrix(f"mlp.shared_expert.{n}_proj.weight", f"mlp/shared/w_{n}") for n in ("gate", "up", "down")),
+    matrix("mlp.shared_expert_gate.weight", "mlp/shared_gate/w"),
 )
 _MIXTRAL_MOE = (
-    _matrix("block_sparse_moe.gate.weight", "mlp/router/w"),
+    matrix("block_sparse_moe.gate.weight", "mlp/router/w"),
     *_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
-    _matrix("mlp.gate.weight", "mlp/router/w"),
+    matrix("mlp.gate.weight", "mlp/router/w"),
     *_STACKED,
 )
 _ROTARY = (r".*\.rotary_emb\.inv_freq",)
 
 
 def _llama_like(rows: Rows) -> Naming:
-    top = (Row("model.embed_tokens.weight", ("embed/tokens",)), *_norm("model.norm", "norm"), *_HEAD)
+    top = (Row("model.embed_tokens.weight", ("embed/tokens",)), *norm("model.norm", "norm"), *_HEAD)
     return Naming("model.", "layers.{i}.", top, rows, _ROTARY)
 
 
@@ -101,10 +101,10 @@ QWEN_MOE = _llama_like((*_TWO_NORMS, *_ATTENTION, *_MLP, *_QWEN_MOE))
 MIXTRAL = _llama_like((*_TWO_NORMS, *_ATTENTION, *_MIXTRAL_MOE))
 GEMMA2 = _llama_like(
     (
-        *_norm("input_layernorm", "norm1"),
-        *_norm("post_attention_layernorm", "post_norm1"),
-        *_norm("pre_feedforward_layernorm", "norm2"),
-        *_norm("post_feedforward_layernorm", "post_norm2"),
+        *norm("input_layernorm", "norm1"),
+        *norm("post_attention_layernorm", "post_norm1"),
+        *norm("pre_feedforward_layernorm", "norm2"),
+        *norm("post_feedforward_layernorm", "post_norm2"),
         *_ATTENTION,
         *_MLP,
     )
@@ -112,22 +112,22 @@ GEMMA2 = _llama_like(
 PHI3 = _llama_like(
     (
         *_TWO_NORMS,
-        *_linear("self_attn.qkv_proj", "attn/wq", "attn/wk", "attn/wv"),
-        *_linear("self_attn.o_proj", "attn/wo"),
-        *_linear("mlp.gate_up_proj", "mlp/w_gate", "mlp/w_up"),
-        *_linear("mlp.down_proj", "mlp/w_down"),
+        *linear("self_attn.qkv_proj", "attn/wq", "attn/wk", "attn/wv"),
+        *linear("self_attn.o_proj", "attn/wo"),
+        *linear("mlp.gate_up_proj", "mlp/w_gate", "mlp/w_up"),
+        *linear("mlp.down_proj", "mlp/w_down"),
     )
 )
 PHI = Naming(
     "model.",
     "layers.{i}.",
-    (Row("model.embed_tokens.weight", ("embed/tokens",)), *_norm("model.final_layernorm", "norm"), *_HEAD),
+    (Row("model.embed_tokens.weight", ("embed/tokens",)), *norm("model.final_layernorm", "norm"), *_HEAD),
     (
-        *_norm("input_layernorm", "norm1"),
-        *(row for n in "qkv" for row in _linear(f"self_attn.{n}_proj", f"attn/w{n}")),
-        *_linear("self_attn.dense", "attn/wo"),
-        *_linear("mlp.fc1", "mlp/w_up"),
-        *_linear("mlp.fc2", "mlp/w_down"),
+        *norm("input_layernorm", "norm1"),
+        *(row for n in "qkv" for row in linear(f"self_attn.{n}_proj", f"attn/w{n}")),
+        *linear("self_attn.dense", "attn/wo"),
+        *linear("mlp.fc1", "mlp/w_up"),
+        *linear("mlp.fc2", "mlp/w_down"),
     ),
     _ROTARY,
 )
@@ -137,31 +137,31 @@ GPT2 = Naming(
     (
         Row("transformer.wte.weight", ("embed/tokens",)),
         Row("transformer.wpe.weight", ("embed/positions",)),
-        *_norm("transformer.ln_f", "norm"),
+        *norm("transformer.ln_f", "norm"),
         *_HEAD,
     ),
     (
-        *_norm("ln_1", "norm1"),
-        *_norm("ln_2", "norm2"),
+        *norm("ln_1", "norm1"),
+        *norm("ln_2", "norm2"),
         # Conv1D: its weights are [in, out], as ours are
-        *_linear("attn.c_attn", "attn/wq", "attn/wk", "attn/wv", turned=False),
-        *_linear("attn.c_proj", "attn/wo", turned=False),
-        *_linear("mlp.c_fc", "mlp/w_up", turned=False),
-        *_linear("mlp.c_proj", "mlp/w_down", turned=False),
+        *linear("attn.c_attn", "attn/wq", "attn/wk", "attn/wv", turned=False),
+        *linear("attn.c_proj", "attn/wo", turned=False),
+        *linear("mlp.c_fc", "mlp/w_up", turned=False),
+        *linear("mlp.c_proj", "mlp/w_down", turned=False),
     ),
     (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
 )
 MPT = Naming(
     "transformer.",
     "blocks.{i}.",
-    (Row("transformer.wte.weight", ("embed/tokens",)), *_norm("transformer.norm_f", "norm"), *_HEAD),
+    (Row("transformer.wte.weight", ("embed/tokens",)), *norm("transformer.norm_f", "norm"), *_HEAD),
     (
-        *_norm("norm_1", "norm1"),
-        *_norm("norm_2", "norm2"),
-        *_linear("attn.Wqkv", "attn/wq", "attn/wk", "attn/wv"),
-        *_linear("attn.out_proj", "attn/wo"),
-        *_linear("ffn.up_proj", "mlp/w_up"),
-        *_linear("ffn.down_proj", "mlp/w_down"),
+        *norm("norm_1", "norm1"),
+        *norm("norm_2", "norm2"),
+        *linear("attn.Wqkv", "attn/wq", "attn/wk", "attn/wv"),
+        *linear("attn.out_proj", "attn/wo"),
+        *linear("ffn.up_proj", "mlp/w_up"),
+        *linear("ffn.down_proj", "mlp/w_down"),
     ),
 )
 BLOOM = Naming(
@@ -169,16 +169,16 @@ BLOOM = Naming(
     "h.{i}.",
     (
         Row("transformer.word_embeddings.weight", ("embed/tokens",)),
-        *_norm("transformer.word_embeddings_layernorm", "embed/norm"),
-        *_norm("transformer.ln_f", "norm"),
+        *norm("transformer.word_embeddings_layernorm", "embed/norm"),
+        *norm("transformer.ln_f", "norm"),
         *_HEAD,
     ),
     (
-        *_norm("input_layernorm", "norm1"),
-        *_norm("post_attention_layernorm", "norm2"),
-        *_linear("self_attention.query_key_value", "attn/wq", "attn/wk", "attn/wv", interleaved=True),
-        *_linear("self_attention.dense", "attn/wo"),
-        *_linear("mlp.dense_h_to_4h", "mlp/w_up"),
-        *_linear("mlp.dense_4h_to_h", "mlp/w_down"),
+        *norm("input_layernorm", "norm1"),
+        *norm("post_attention_layernorm", "norm2"),
+        *linear("self_attention.query_key_value", "attn/wq", "attn/wk", "attn/wv", interleaved=True),
+        *linear("self_attention.dense", "attn/wo"),
+        *linear("mlp.dense_h_to_4h", "mlp/w_up"),
+        *linear("mlp.dense_4h_to_h", "mlp/w_down"),
     ),
 )
