@@ -11,10 +11,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command("convert")
-@click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
-    "--to", type=click.Choice(("auto", "ironfn", "hf")), default="auto", show_default=True, help="What to write."
+    "--to",
+    type=click.Choice(("auto", "ironfn", "hf", "gguf")),
+    default="auto",
+    show_default=True,
+    help="What to write.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="Cast every tensor; else each keeps its own.")
 @click.option("--architecture", help="To hf: the class of transformers, such as LlamaForCausalLM.")
@@ -33,6 +37,13 @@ DTYPES = ("float32", "bfloat16", "float16")
     help="To ironfn: round the vocabulary's rows up to a multiple.",
 )
 @click.option("--stored-vocab", is_flag=True, help="To ironfn: as many ids as the stored table has rows.")
+@click.option(
+    "--gguf-type",
+    type=click.Choice(("F32", "F16", "Q8_0")),
+    default="F16",
+    show_default=True,
+    help="To gguf: what matrices are written as.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="To ironfn: go on without a tokenizer.json.")
 def command(
     source: Path,
@@ -43,11 +54,13 @@ def command(
     shard_gb: float,
     pad_vocab_to: int,
     stored_vocab: bool,
+    gguf_type: str,
     no_tokenizer: bool,
 ) -> None:
-    """Turn a Hugging Face directory into a run directory of ours, or a run or a checkpoint into a Hugging Face one.
+    """Turn a Hugging Face directory or a GGUF file into a run directory of ours, or a run or a checkpoint into those.
 
-    TARGET has to be new. Every tensor is used exactly once, or the command fails, names them, and writes nothing.
+    TARGET has to be new; where it ends in .gguf it is written as such. Every tensor is used exactly once, or the
+    command fails, names them, and writes nothing.
     """
     import torch
 
@@ -57,12 +70,21 @@ def command(
     kind = None if dtype is None else getattr(torch, dtype)
     if target.exists():
         raise ValueError(f"{target} is there already; give a new name, or remove it")
-    if to == "ironfn" or (to == "auto" and is_directory(source)):
-        if architecture is not None:
-            raise click.UsageError("--architecture says what to write to hf, and this writes ironfn's own")
+    ours = to == "ironfn" or (to == "auto" and (source.is_file() or is_directory(source)))
+    if ours and architecture is not None:
+        raise click.UsageError("--architecture says what to write to hf, and this writes ironfn's own")
+    if ours and source.is_file():
+        from .gguf import import_gguf
+
+        told = import_gguf(source, target, kind, pad_vocab_to)
+    elif ours:
         from .imported import import_directory
 
         told = import_directory(source, target, kind, pad_vocab_to, stored=stored_vocab, bare=no_tokenizer)
+    elif to == "gguf" or (to == "auto" and target.suffix == ".gguf"):
+        from .gguf import export_gguf
+
+        told = export_gguf(source, target, gguf_type, lambda line: click.echo(line))
     else:
         from .exported import export_run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def keep_model(
     flat = tree.flatten(params)
     fixed = {path: flat.pop(path) for path in list(flat) if path.endswith("/router/bias")}
     aside = target.with_name(f".tmp-{target.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of a call that died
     make_directories(aside.absolute(), DISK)
     place = RunDir(aside)
     end: str | None = None

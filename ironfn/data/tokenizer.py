@@ -23,7 +23,7 @@ EOS = "<|endoftext|>"
 CONTROLS = (EOS, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 
 # The names under which published tokenizers keep these tokens, in the order of preference.
-_EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "<|im_end|>")
+EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "<|im_end|>")
 _FIM_NAMES = (
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
@@ -131,7 +131,7 @@ def load(path: str | Path, eos: str | None = None) -> Vocabulary:
 
 def _flag_controls(layout: dict[str, Any], eos: str | None) -> dict[str, Any]:
     """Mark end and FIM tokens special where the file only adds them, so that text cannot produce them."""
-    names = {eos, *_EOS_NAMES, *(name for names in _FIM_NAMES for name in names)}
+    names = {eos, *EOS_NAMES, *(name for names in _FIM_NAMES for name in names)}
     added = [t | {"special": t["special"] or t["content"] in names} for t in layout.get("added_tokens") or []]
     return layout | {"added_tokens": added}
 
@@ -139,10 +139,10 @@ def _flag_controls(layout: dict[str, Any], eos: str | None) -> dict[str, Any]:
 def _find_eos(path: Path, eos: str | None, ids: dict[str, int]) -> int:
     if eos is not None and eos not in ids:
         raise ValueError(f"{path}: has no token {eos!r}; set data.tokenizer.eos to one that it has")
-    name = eos or next((name for name in _EOS_NAMES if name in ids), None)
+    name = eos or next((name for name in EOS_NAMES if name in ids), None)
     if name is None:
         raise ValueError(
-            f"{path}: none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}) is in it; "
+            f"{path}: none of the usual end-of-text tokens ({', '.join(EOS_NAMES)}) is in it; "
             "set data.tokenizer.eos to the token that ends a document"
         )
     return ids[name]
