@@ -128,6 +128,9 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     arch = complete(spec.model, train.vocab_size)
     if arch.positions == "learned" and spec.data.length > arch.context:
         raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
+    if arch.rows % mesh.tp.size:
+        what = f"{mesh.tp.size} ranks of mesh.tp cannot share {arch.rows} rows of the vocabulary evenly"
+        raise ValueError(f"{what}; set model.pad_vocab_to to {mesh.tp.size}, or a multiple of it")
     where = places(spec, arch, mesh)
     plain = forward(spec.train.precision)
     if spec.mesh.fsdp:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -53,40 +54,42 @@ def _is_of_the_mesh(error: BaseException) -> bool:
     return isinstance(error, MeshError)
 
 
+class _Told(Exception):
+    """Be an error of one rank in the words that all ranks hear."""
+
+
 def together(mesh: Mesh, device: torch.device, work: Callable[[], T]) -> T:
     """Do on every rank what may fail on some, and fail on all where it did on any. Every rank has to call it.
 
     What failed on one rank alone is told by rank 0 with the number of that rank; what failed on all alike, once.
     """
-    from ironfn.mesh.axis import any_rank
+    from ironfn.mesh import agree
 
     if mesh.world.size == 1:
         return work()
-    done: list[T] = []
-    failed: Exception | None = None
+
+    def worded() -> T:
+        try:
+            return work()
+        except Exception as error:
+            raise _Told(_told(error, mesh.world.index)) from error
+
     try:
-        done.append(work())
+        return agree.together(mesh, worded, (_Told,), device)
+    except _Told as told:
+        raise Failure(str(told), speaks=mesh.world.index == 0) from told.__cause__
+
+
+@contextmanager
+def one_voice(mesh: Mesh) -> Generator[None]:
+    """Let rank 0 alone tell what all ranks raise alike. What only some raise needs `together`."""
+    try:
+        yield
     except Exception as error:
-        failed = error
-    if not any_rank(mesh, failed is not None, device):
-        return done[0]
-    said = _gather(mesh, device, "" if failed is None else _told(failed, mesh.world.index))
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
-        if text:
-            ranks.setdefault(text, []).append(rank)
-    lines = [text if len(on) == mesh.world.size else f"{ranks_in_words(on)}: {text}" for text, on in ranks.items()]
-    raise Failure("\n".join(lines), speaks=mesh.world.index == 0) from failed
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    """Name ranks, the first of many.
-
-    >>> ranks_in_words([3]), ranks_in_words([0, 1, 2]), ranks_in_words(list(range(9)))
-    ('rank 3', 'ranks 0, 1, 2', 'ranks 0, 1, 2 and 6 more')
-    """
-    first = ", ".join(str(rank) for rank in ranks[:3])
-    return f"rank{'s' if len(ranks) > 1 else ''} {first}" + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
+        line = in_a_line(error)
+        if mesh.world.size == 1 or line is None or _is_of_the_mesh(error):  # of the mesh, each knows something else
+            raise
+        raise Failure(line, speaks=mesh.world.index == 0) from error
 
 
 def _told(error: Exception, rank: int) -> str:
@@ -97,23 +100,13 @@ def _told(error: Exception, rank: int) -> str:
     return line
 
 
-def _gather(mesh: Mesh, device: torch.device, text: str) -> list[str]:
-    """Return every rank's text, each cut to a size that is sent."""
-    import torch
+def alike(mesh: Mesh, device: torch.device, what: str, value: int) -> None:
+    """Fail on all ranks where they do not hold the same checksum: files that should be shared may not be."""
+    from ironfn.mesh.agree import gather_ints, in_words
 
-    size = 4000
-    raw = text.encode()[:size].ljust(size, b"\0")
-    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[None].to(device)
-    rows = mesh.world.backend.all_gather(mine, 0).cpu()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
-
-
-def alike(mesh: Mesh, device: torch.device, what: str, value: str) -> None:
-    """Fail on all ranks where they do not hold the same value: files that should be shared may not be."""
-    if mesh.world.size == 1:
-        return
-    values = _gather(mesh, device, value)
+    half = 1 << 32  # an unsigned number of 64 bits is sent as two
+    values = [high * half + low for high, low in gather_ints(mesh, divmod(value, half), device)]
     others = [rank for rank, each in enumerate(values) if each != values[0]]
     if others:
-        told = f"{what} of {ranks_in_words(others)} ({values[others[0]]}) is not that of rank 0 ({values[0]})"
+        told = f"{what} of {in_words(others)} ({values[others[0]]:016x}) is not that of rank 0 ({values[0]:016x})"
         raise Failure(f"{told}: all ranks have to see the same files", speaks=mesh.world.index == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +72,15 @@ def _number(environment: Mapping[str, str], name: str, low: int, end: int | None
     return int(text)
 
 
+def quieten(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Keep torch's warnings of lost connections to itself, 30 lines of C++ frames each: the error says it in one.
+
+    To be called before torch is loaded. Its errors, such as NCCL's, are shown, and so is all where a level is set.
+    """
+    if Ranks.here(environment).size > 1:
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def processes() -> int:
     """Count the processes of this run."""
     return Ranks.here().size
@@ -101,7 +110,7 @@ def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
     serve, timeout = ranks.rank == 0 and not ranks.hosted, spec.mesh.timeout
     try:
         store = tcp_store(ranks.address, ranks.port, serve=serve, attempt=ranks.attempt, timeout=timeout)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         why = str(error).partition("\n")[0]
         raise MeshError(
             f"rank {ranks.rank} cannot reach the store at {ranks.address}:{ranks.port} ({why}): rank 0 or the launcher "
@@ -111,11 +120,9 @@ def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
     with connect(
         store, ranks.rank, ranks.size, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep,
         sequence_parallel=mesh.sequence_parallel, backend=backend, timeout=timeout,
+        holder="the launcher" if ranks.hosted else "rank 0",
     ) as joined:  # fmt: skip
-        try:
-            yield joined, device
-        except MeshError as error:
-            raise error if ranks.hosted else MeshError(f"{error} (rank 0 holds the store)") from error
+        yield joined, device
 
 
 def threads(given: int | None, local_size: int) -> int | None:

@@ -9,7 +9,8 @@ import click
 
 from ironfn.spec.records import RunSpec
 
-from .launch import launched, processes
+from .launch import launched, processes, quieten
+from .signals import ignore_signals
 from .specs import takes_spec
 
 
@@ -24,8 +25,10 @@ def command(spec: RunSpec, override: bool, restart: bool) -> None:
     SIGTERM, SIGINT and SIGUSR1 save at the end of the step and exit with code 75. Several ranks are started by
     torchrun --nproc-per-node N -m ironfn pretrain SPEC, N being the product of the mesh.
     """
+    quieten()
     from .run import run
 
     with launched(spec) as (mesh, device):
         code = run(spec, mesh=mesh, device=device, override=override, restart=restart)
+        ignore_signals()  # all is saved: one more, while the ranks part, may not change the code that says so
     sys.exit(code)

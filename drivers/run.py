@@ -23,7 +23,7 @@ from ironfn.types import Batch, Params
 
 from .build import Job, build, pick_device, to_device
 from .console import Console
-from .failures import Failure, alike, together
+from .failures import Failure, alike, one_voice, together
 from .launch import Ranks, command, threads
 from .report import draw
 from .rundir import RunDir
@@ -60,19 +60,16 @@ def run(
                 place.settle(spec, resuming=bool(steps(place.checkpoints)), override=override, warn=console.warn)
 
         together(mesh, device, begin)
-        alike(mesh, device, "the spec", xxhash.xxh3_64_hexdigest(dump_spec(spec).encode()))
+        alike(mesh, device, "the spec", xxhash.xxh3_64_intdigest(dump_spec(spec).encode()))
         job = together(mesh, device, lambda: build(spec, mesh, device))
-        alike(mesh, device, f"the data in {spec.data.dir}", f"{job.train.checksum:016x}")
+        alike(mesh, device, f"the data in {spec.data.dir}", job.train.checksum)
         begun = bool(steps(place.checkpoints))
         first = together(mesh, device, lambda: job.first_state(drawn=begun))
         state, seconds = together(mesh, device, lambda: _restore(job, first, place, console, restart))
         if speaks:
             replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())
-        try:
-            with watching(job, place, console, state, seconds) as watch:
-                state = _loop(job, state, place, watch, stopped)
-        except NonFiniteError as error:  # one decision, the same on all ranks
-            raise Failure(str(error), speaks=speaks) from error
+        with watching(job, place, console, state, seconds) as watch:
+            state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:
             console.note(f"saved at step {state.step} of {spec.train.steps}; to go on: {again}")
             return EXIT_STOPPED
@@ -89,14 +86,14 @@ def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable
     for batch in prefetch(job.batch, state.step, spec.train.steps, workers=spec.data.workers):
         on_device = to_device(batch, job.device)
         noise = _noise(job, state, on_device)
-        state, metrics = job.step(state, on_device)
-        watch.step(state, batch, metrics | noise)
+        state, metrics = _step(job, state, on_device)
+        stop = watch.step(state, batch, metrics | noise, stopped)
         last = state.step == spec.train.steps
         if last or state.step % spec.report.eval_every == 0:
             watch.look_closer(state)
-        if spec.checkpoint.asynchronous:
-            together(job.mesh, job.device, saver.poll)
-        stop = any_rank(job.mesh, stopped() is not None, job.device)
+            stop = any_rank(job.mesh, stopped() is not None, job.device)  # it may have taken long
+        with one_voice(job.mesh):
+            saver.poll()
         if last or stop or state.step % spec.checkpoint.every == 0:
             with watch.meter.away():
                 watch.sync()
@@ -105,6 +102,14 @@ def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable
         if stop:
             break
     return state
+
+
+def _step(job: Job, state: State, batch: Batch) -> tuple[State, Metrics]:
+    """Take a step. That it is not finite is one decision of all ranks, and told once."""
+    try:
+        return job.step(state, batch)
+    except NonFiniteError as error:
+        raise Failure(str(error), speaks=job.speaks) from error
 
 
 def _noise(job: Job, state: State, batch: Batch) -> Metrics:
@@ -130,7 +135,8 @@ def _save(job: Job, state: State, save: Callable[[int, Params, dict[str, object]
         "skipped": state.skipped,
         "seconds": seconds,
     }
-    together(job.mesh, job.device, lambda: save(state.step, as_tree(state), meta))
+    with one_voice(job.mesh):
+        save(state.step, as_tree(state), meta)
 
 
 def _restore(job: Job, state: State, place: RunDir, console: Console, restart: bool) -> tuple[State, float]:

@@ -26,9 +26,9 @@ def stop_requested(resume: str = "", *, speak: bool = True) -> Generator[Callabl
     """Catch the signals that stop a run; the function yielded returns the name of the first one received, or None.
 
     resume: the command that resumes the run, shown on standard error when the first signal comes. speak: of several
-    ranks, one says so. Signals after the
-    first change nothing, so that nothing disturbs the save; only a SIGINT that comes more than `SAME_KEYSTROKE` after
-    another leaves at once with code 130, without a save. That is safe: a checkpoint is whole or not there at all.
+    ranks, one says so. Signals after the first change nothing, so that nothing disturbs the save; only a SIGINT that
+    comes more than `SAME_KEYSTROKE` after another leaves at once with code 130, without a save. That is safe: a
+    checkpoint is whole or not there at all.
 
     The handlers of before are back when the block ends. Outside the main thread, where Python allows no handlers, no
     signal is caught.
@@ -58,6 +58,13 @@ def stop_requested(resume: str = "", *, speak: bool = True) -> Generator[Callabl
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def ignore_signals() -> None:
+    """Let the process end with its own code, whatever it is sent from now on."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _say(text: str) -> None:

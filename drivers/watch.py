@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -75,13 +75,14 @@ class Watch:
     flops: float
     peak: float
 
-    def step(self, state: State, batch: Batch, metrics: Metrics) -> None:
-        """Record a step; show every ``report.log_every``-th."""
+    def step(self, state: State, batch: Batch, metrics: Metrics, stopped: Callable[[], str | None]) -> bool:
+        """Record a step; show every ``report.log_every``-th. Return whether any rank has been told to stop."""
         job, spec = self.job, self.job.spec
         pace, left = self.meter.look(state.step, round(metrics["tokens"]))
-        size, memory, fingerprint = seen(batch, job.train.byte_lengths, job.mesh, job.device)
+        told = stopped() is not None
+        size, memory, stop, fingerprint = seen(batch, job.train.byte_lengths, told, job.mesh, job.device)
         if self.voice is None:
-            return
+            return stop
         nats = metrics.get("cross_entropy", metrics["loss"])  # a loss may hold penalties that are no text
         extra: dict[str, Value] = {name: value for name, value in metrics.items() if name not in KNOWN}
         row = TrainRow(
@@ -100,6 +101,7 @@ class Watch:
         )
         shown = state.step % spec.report.log_every == 0 or state.step in (1, spec.train.steps)
         self.voice.train(row, fingerprint, shown)
+        return stop
 
     def look_closer(self, state: State) -> None:
         """Evaluate on the validation split and continue the fixed prompts."""
@@ -131,19 +133,21 @@ class Watch:
         return self.tokenizer.decode(list(new))
 
 
-def seen(batch: Batch, byte_lengths: torch.Tensor, mesh: Mesh, device: torch.device) -> tuple[int, int, str]:
-    """Return the bytes that the targets of all ranks stand for, the most memory that one uses, and a fingerprint.
+def seen(
+    batch: Batch, byte_lengths: torch.Tensor, stop: bool, mesh: Mesh, device: torch.device
+) -> tuple[int, int, bool, str]:
+    """Return the bytes of all ranks' targets, the most memory that one uses, whether any stops, and a fingerprint.
 
     The fingerprint is that of the global batch, its rows in order: the same on every mesh, so that two runs' data can
     be compared from their metrics. The ranks tell each other all of this in one exchange.
     """
     rows = [_row_checksum(batch, row) for row in range(len(batch["tokens"]))]
-    mine = torch.tensor([[int(target_bytes(batch, byte_lengths)), peak_memory(device), *rows]])
+    mine = torch.tensor([[int(target_bytes(batch, byte_lengths)), peak_memory(device), int(stop), *rows]])
     if mesh.world.size > 1:
         mine = mesh.world.backend.all_gather(mine.to(device), 0).cpu()
     shares = mine[:: mesh.tp.size]  # the ranks of tp saw the same rows
-    fingerprint = xxhash.xxh3_64_hexdigest(shares[:, 2:].contiguous().numpy().tobytes())
-    return int(shares[:, 0].sum()), int(mine[:, 1].max()), fingerprint
+    fingerprint = xxhash.xxh3_64_hexdigest(shares[:, 3:].contiguous().numpy().tobytes())
+    return int(shares[:, 0].sum()), int(mine[:, 1].max()), bool(mine[:, 2].any()), fingerprint
 
 
 def _row_checksum(batch: Batch, row: int) -> int:

@@ -130,10 +130,10 @@ def before_step(rank: int, step: int, act: Callable[[], Any]) -> Callable[[int],
             return
         tell = Watch.step
 
-        def watched(self: Watch, state: Any, *rest: Any) -> None:
+        def watched(self: Watch, state: Any, *rest: Any) -> bool:
             if state.step == step:
                 act()
-            tell(self, state, *rest)
+            return tell(self, state, *rest)
 
         Watch.step = watched  # type: ignore[method-assign]
 

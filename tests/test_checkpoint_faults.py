@@ -249,3 +249,9 @@ def test_what_is_forbidden_is_an_error_and_no_damage(tmp_path: Path, code: int) 
             call(tmp_path, quiet, files=files)
     with pytest.raises(OSError, match=os.strerror(code)):
         verify(tmp_path / "step-00000002", files)
+
+
+def test_a_full_disk_is_told_with_the_file() -> None:
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left") as caught:
+        DISK.write(file, b"x")
+    assert caught.value.filename == "/dev/full"

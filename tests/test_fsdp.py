@@ -14,7 +14,9 @@ from ironfn import tree
 from ironfn.grad.remat import recompute
 from ironfn.grad.value_and_grad import value_and_grad
 from ironfn.layout.fsdp import fetch, shard_table
+from ironfn.layout.reduce import reduce_grads
 from ironfn.layout.table import WHOLE_TABLE, cut, shard
+from ironfn.layout.zero import share_updates
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import Mesh
@@ -23,6 +25,7 @@ from ironfn.model.forward import Forward, keep
 from ironfn.model.init import init, shapes
 from ironfn.model.tables import table
 from ironfn.spec.records import ModelSpec
+from tests import gloo
 
 ARCH = complete(ModelSpec(width=32, layers=12, heads=2, ffn=96, context=16), 64)
 
@@ -79,6 +82,26 @@ def test_gradients_of_bfloat16_products_are_summed_in_the_leafs_float32() -> Non
     for grad in fake.run(gradient, dp=2):
         assert grad.dtype == torch.float32
         assert grad.equal(torch.full((2, 3), 1.0 + 2.0**-9))
+
+
+def test_gradients_of_bfloat16_leaves_are_summed_in_float32_and_rounded_once() -> None:
+    """256 + 1 + 1 + 1 is 259, in bfloat16 260; added up in bfloat16 it stays 256. The same on every kind of mesh."""
+
+    def whole(mesh: Mesh) -> list[Tensor]:
+        shape, parts = (4, 2), [256.0, 1.0, 1.0, 1.0]
+        mine = torch.full(shape, parts[mesh.world.index], dtype=torch.bfloat16)
+        found = [reduce_grads({"w": mine.clone()}, WHOLE_TABLE, mesh, bucket_bytes=6)["w"]]
+        if mesh.ep.size == 1:
+            updates = share_updates(WHOLE_TABLE, {"w": shape}, mesh)
+            found.append(reduce_grads({"w": mine.clone()}, WHOLE_TABLE, mesh, updates)["w"])
+            share = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+            leaf = fetch({"w": cut("dp", 0)}, mesh)("w", share, torch.bfloat16)
+            found += torch.autograd.grad((leaf * mine).sum(), share)
+        return found
+
+    for found in (*fake.run(whole, dp=4), *fake.run(whole, dp=2, ep=2), *gloo.world(4, whole)):
+        for grad in found:
+            assert grad.equal(torch.full(grad.shape, 260.0, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("dp", [2, 3])

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from drivers.failures import Failure, alike, together
-from drivers.launch import Ranks, command, threads
+from drivers.launch import Ranks, command, quieten, threads
 from drivers.main import EX_CONFIG, main
 from drivers.rundir import RunDir
 from ironfn.mesh import fake
@@ -53,6 +53,15 @@ def test_a_wrong_environment_is_told(change: dict[str, str | None], what: str) -
     environment = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(ValueError, match=what):
         Ranks.here(environment)
+
+
+def test_torch_is_asked_for_its_errors_alone_unless_somebody_wants_more() -> None:
+    def level(**environment: str) -> str | None:
+        quieten(environment)
+        return environment.get("TORCH_CPP_LOG_LEVEL")
+
+    assert (level(), level(**TORCHRUN)) == (None, "ERROR")
+    assert level(TORCH_CPP_LOG_LEVEL="INFO", **TORCHRUN) == "INFO"
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +105,7 @@ def test_the_command_names_a_path_that_a_shell_reads() -> None:
 def test_a_rank_that_finds_nobody_says_where_it_looked(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(main, ["pretrain", str(spec_file), "-s", "mesh.timeout=0.5"])
+    result = CliRunner().invoke(main, ["pretrain", str(spec_file), "-s", "mesh.timeout=1"])
     assert result.exit_code == 1
     assert "Error: rank 1 cannot reach the store at 127.0.0.1:1 (" in result.output
     assert "within mesh.timeout seconds" in result.output
@@ -140,7 +149,7 @@ def test_what_fails_alike_is_told_once_and_what_fails_differently_by_rank() -> N
         raise ValueError("short" if mesh.world.index < 4 else "ünlong" * 2000)
 
     found = voices(differently, dp=8)[0][0]  # type: ignore[index]
-    first, second = found.split("\n")
+    first, second = found.split("; ")
     assert first == "ranks 0, 1, 2 and 1 more: short"
     assert second.startswith("ranks 4, 5, 6 and 1 more: ünlongünlong")
 
@@ -164,12 +173,13 @@ def test_alone_an_error_stays_as_it_is() -> None:
 def test_ranks_that_see_other_files_are_told() -> None:
     def rank(mesh: Mesh) -> str:
         try:
-            alike(mesh, CPU, "the spec", "ab" if mesh.world.index < 3 else "cd")
+            alike(mesh, CPU, "the spec", 171 if mesh.world.index < 3 else (1 << 64) - 1)
         except click.ClickException as failure:
             return failure.format_message()
         return "went on"
 
-    told = "the spec of rank 3 (cd) is not that of rank 0 (ab): all ranks have to see the same files"
+    told = "the spec of rank 3 (ffffffffffffffff) is not that of rank 0 (00000000000000ab)"
+    told += ": all ranks have to see the same files"
     assert fake.run(rank, dp=4) == [told] * 4
     assert fake.run(rank, dp=3) == ["went on"] * 3
 

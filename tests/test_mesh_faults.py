@@ -205,13 +205,34 @@ def test_a_store_that_dies_or_stops_with_its_rank_is_told(fate: str) -> None:
 
     _, second, third = gloo.world(3, rank, timeout=SOON, mesh_timeout=FOREVER, errors=True)
     said = (
-        "the store is gone, and with it the process that holds it (rank 0"
-        if fate == "killed"
-        else "the store does not answer"
+        "the store is gone, and with it the process that holds it" if fate == "killed" else "the store does not answer"
     )
     for outcome in (second, third):
         assert "lost contact in all_reduce" in told(outcome)
         assert said in told(outcome)
+
+
+def test_a_port_where_nobody_listens_is_given_up_within_the_timeout() -> None:
+    """torch would try it a second time, for as long again."""
+    with pytest.raises(TimeoutError, match=r"no answer within 1.0 s"):
+        tcp_store("127.0.0.1", free_port(), timeout=1.0)
+
+
+def test_a_store_that_stops_before_all_have_met_is_told() -> None:
+    """torch waits without end for a stopped store's leave to give up."""
+    port = free_port()
+
+    def rank(outer: Mesh) -> None:
+        store = tcp_store("127.0.0.1", port, serve=outer.dp.index == 0)
+        outer.dp.backend.all_reduce(torch.ones(1))
+        if outer.dp.index == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with connect(store, outer.dp.index, 2, dp=2, timeout=2.0):
+            pass
+
+    _, second = gloo.world(2, rank, timeout=SOON, mesh_timeout=FOREVER, errors=True)
+    assert "rank 1 (dp 1) could not connect" in told(second)
+    assert "the store does not answer: the process that holds it is gone or stopped" in told(second)
 
 
 def test_a_restart_finds_nothing_of_the_start_before_it() -> None:

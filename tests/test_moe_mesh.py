@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,13 @@ from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.attention import Dropout
 from ironfn.model.forward import Forward
 from ironfn.model.tables import table
+from ironfn.model.transformer import hidden
 from ironfn.types import Params
 from property_tests.strategies import batch_of, params_of
+from tests import gloo
 from tests.experts import arch_of, rows_of, same, steps
 
+PAGE = Path(__file__).parents[1] / "docs/moe.md"
 MESHES: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2},
     "ep4": {"ep": 4},
@@ -59,6 +64,40 @@ def test_a_step_is_the_same_on_every_mesh(mesh: str, mixture: str) -> None:
         same(state.extra, alone.extra)
         for mine, theirs in zip(metrics, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.parametrize("mesh", ["ep2", "dp2 ep2"])
+def test_a_step_is_the_same_between_processes(mesh: str) -> None:
+    """Tokens travel to their experts over gloo: biases, capacity, shared experts, remat, and a rank without a row."""
+    arch = arch_of(score="sigmoid", bias_rate=0.05, capacity=0.9, shared=1)
+    params, batch = params_of(arch), batch_of(arch, 3, 8, 3, documents=True)
+    alone, expected = steps(arch, params, batch, SINGLE, Forward(jitter=5))
+
+    def rank(m: Mesh) -> Any:
+        state, metrics = steps(arch, params, batch, m, Forward(jitter=5, run=recompute))
+        return state.params, state.extra, metrics
+
+    ranks, ep = (2, 2) if mesh == "ep2" else (4, 2)
+    for found, extra, metrics in gloo.world(ranks, rank, ep=ep):
+        same(found, alone.params)
+        same(extra, alone.extra)
+        for mine, theirs in zip(metrics, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+
+
+def test_the_page_runs_as_it_stands() -> None:
+    """docs/moe.md: routing is read, handed back, and gives the same bits."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    arch = arch_of(capacity=1.0)
+    batch = batch_of(arch, 2, 8, 3, documents=True)
+    names: dict[str, Any] = {"params": params_of(arch), "batch": batch, "arch": arch, "mesh": SINGLE}
+    names |= {"hidden": hidden, "again": []}
+    lines = block.splitlines()
+    assert lines[-1].startswith("hidden("), "the last line is the one whose value the page speaks of"
+    exec("\n".join([*lines[:-1], f"again = {lines[-1]}"]), names)
+    assert names["seen"]["experts"].shape == (2, 8, 2, 2)
+    assert names["again"][0].equal(names["x"])
+    assert names["again"][1]["experts"].equal(names["seen"]["experts"])
 
 
 @pytest.mark.parametrize("mixture", sorted(set(MIXTURES) - {"batch balance"}))

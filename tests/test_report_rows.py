@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -196,3 +197,26 @@ def test_samples_keep_any_text(tmp_path: Path) -> None:
     with MetricsFile.open(tmp_path / "samples.jsonl", 0) as file:
         file.write({"step": 1, "prompt": "NaN", "text": text})
     assert read_lines(tmp_path / "samples.jsonl") == [{"step": 1, "prompt": "NaN", "text": text}]
+
+
+class Narrow:
+    """Be a file on a disk that takes three bytes at a time, and is full after ten."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+
+    def write(self, data: bytes) -> int:
+        if len(self.taken) >= 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.taken += data[:3]
+        return len(data[:3])
+
+
+def test_a_row_that_the_disk_takes_in_parts_is_written_whole_or_refused_with_the_file(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file._file.close()
+    file._file = narrow = Narrow()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left") as caught:
+        file.write({"kind": "x", "step": 1})
+    assert caught.value.filename == str(tmp_path / "m.jsonl")
+    assert narrow.taken == b'{"kind": "x"'

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import drivers.build
+import drivers.pretrain
 import drivers.watch
 from drivers.signals import EXIT_STOPPED
 from ironfn import checkpoint
@@ -79,6 +82,27 @@ def test_a_signal_to_one_rank_saves_on_all_at_the_same_step(
     assert f"saved at step {step} of 12; to go on: {again}" in run.all[0].said
     assert errors(run).count("saving at the end of this step") == (1 if rank == 0 else 0), "only rank 0 speaks"
     goes_on(folder, name, whole)
+
+
+def test_a_signal_after_the_last_save_does_not_change_the_code(folder: Path) -> None:
+    """A scheduler sends it again, or to a group of processes, while the ranks part; the code tells it to start anew."""
+
+    def first(rank: int) -> None:
+        before_step(1, 3, send(signal.SIGTERM))(rank)
+        joined = drivers.pretrain.launched
+
+        @contextmanager
+        def launched(spec: RunSpec) -> Generator[tuple[Mesh, torch.device]]:
+            with joined(spec) as place:
+                yield place
+                for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                    os.kill(os.getpid(), number)
+
+        drivers.pretrain.launched = launched
+
+    with ranks(folder, "again", first=first) as run:
+        assert run.wait(START) == [EXIT_STOPPED, EXIT_STOPPED], errors(run)
+    assert saved(folder, "again") == [3]
 
 
 def test_a_signal_in_an_evaluation_is_heard_by_all_at_the_edge_of_the_step(folder: Path, whole: RunSpec) -> None:

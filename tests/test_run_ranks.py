@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from drivers import run as driver
 from ironfn.mesh import fake
+from ironfn.mesh.axis import Mesh
+from ironfn.mesh.ledger import Ledger
 from ironfn.report.rows import read_rows
 from ironfn.spec.records import RunSpec
 from tests.test_run import PACE, folder, invoke, load, place, samples
@@ -121,6 +124,40 @@ MESHES = [
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_on_ranks_tells_what_one_process_tells(folder: Path, alone: RunSpec, mesh: str) -> None:
     hold_to(alone, folder, mesh, *TIED)
+
+
+def test_the_noise_scale_with_experts_is_that_of_one_process(folder: Path) -> None:
+    """Over dp through the driver; over ep a row's gradient would need other ranks' experts, and is refused."""
+    measured = ("train.noise_scale_every=5", "train.steps=6", "report.eval_every=100")
+    alone = run_alone(folder, "noise-alone", *EXPERTS, *measured)
+    spec = load(folder, "noise", *EXPERTS, *measured, "mesh.dp=2")
+    assert ranks(spec) == [0, 0]
+    same_story(spec, alone)
+    assert [row["step"] for row in told(spec) if "noise_scale" in row] == [1, 6]
+
+
+def test_a_step_asks_the_other_ranks_no_more_than_it_must(folder: Path) -> None:
+    """One sum of losses, one of gradients, and at the step's edge one exchange of all that there is to tell."""
+    spec = load(folder, "ledger", *TIED, "mesh.dp=2", "checkpoint.every=6", "checkpoint.asynchronous=true")
+    found: list[Counter[str]] = []
+
+    def rank(mesh: Mesh) -> int:
+        code = driver.run(spec, mesh=(ledger := Ledger()).watch(mesh))
+        found.append(Counter(f"{each.axis} {each.op} {each.place.split(':')[1]}" for each in ledger.entries))
+        return code
+
+    assert fake.run(rank, dp=2) == [0, 0]
+    for calls in found:
+        of_steps = {
+            name: count for name, count in calls.items() if re.search("_loop|_sum_over|_total|seen|step$", name)
+        }
+        assert of_steps == {
+            "dp all_reduce _sum_over_rows": 12,
+            "dp all_reduce _total": 12,
+            "world all_gather seen": 12,
+            "world all_reduce _loop": 3,  # after the evaluations of steps 5, 10 and 12
+        }
+        assert calls["world all_reduce Saver.poll"] <= 6, "only while a save is under way"
 
 
 @pytest.mark.parametrize("mesh", ["mesh.ep=2", "mesh.dp=2 mesh.ep=2 mesh.zero1=true", "mesh.ep=2 mesh.tp=2"])

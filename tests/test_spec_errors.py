@@ -173,6 +173,12 @@ def test_types(tmp_path: Path, text: str, line: str) -> None:
         ("mesh: {dp: 0}", "1:12 mesh.dp: 0 has to be at least 1"),
         ("mesh: {tp: 4}", "1:12 mesh.tp: 4 ranks cannot share 6 heads evenly (model.heads)"),
         (
+            "mesh: {tp: 2}\nmodel: {vocab_size: 5001}",
+            "1:12 mesh.tp: 2 ranks cannot share 5001 rows of the vocabulary evenly; set model.pad_vocab_to to 2",
+        ),
+        ("mesh: {timeout: 1e30}", "1:17 mesh.timeout: 1e+30 has to lie between 1 and 1000000"),
+        ("mesh: {timeout: 1e-9}", "1:17 mesh.timeout: 1e-09 has to lie between 1 and 1000000"),
+        (
             "optim: {schedule: {warmup: 1001}}",
             "1:28 optim.schedule.warmup: 1001 steps of warm-up are more than the 1000 of train.steps",
         ),

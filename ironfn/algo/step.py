@@ -15,7 +15,7 @@ from ironfn.grad.value_and_grad import ValueAndGrad
 from ironfn.layout.buckets import BUCKET_BYTES
 from ironfn.layout.reduce import reduce_grads, squared_norm
 from ironfn.layout.table import WHOLE_TABLE, Table
-from ironfn.mesh.axis import SINGLE, Mesh, any_rank, sum_over_rows
+from ironfn.mesh.axis import SINGLE, Mesh, any_of, sum_over_rows
 from ironfn.optim.clip import clip_factor
 from ironfn.optim.optimizer import Optimizer
 from ironfn.types import Batch, LossSum, Params, Schedule
@@ -109,7 +109,8 @@ def make_step(
         metrics = {"step": state.step, "loss": float(loss.total) / weight, "grad_norm": norm, "lr": lr}
         metrics |= {"tokens": float(loss.weight), "skipped": state.skipped}
         metrics |= {name: float(value) / weight for name, value in loss.metrics.items()}
-        if any_rank(mesh, not (math.isfinite(metrics["loss"]) and math.isfinite(norm)), loss.total.device):
+        # dp and ep have added up loss and norm: their ranks hold the same bits, and decide the same
+        if any_of(mesh.tp, not (math.isfinite(metrics["loss"]) and math.isfinite(norm)), loss.total.device):
             on_nonfinite(metrics)
             metrics["skipped"] += 1
             return evolve(state, step=state.step + 1, skipped=state.skipped + 1), metrics

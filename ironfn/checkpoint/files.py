@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -18,13 +19,25 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _write(file: BinaryIO, data: Buffer) -> None:
-    view = memoryview(data).cast("B")
-    while view:  # a raw write may take fewer bytes than it was given
-        view = view[file.write(view) :]
+    with named(file):
+        view = memoryview(data).cast("B")
+        while view:  # a raw write may take fewer bytes than it was given
+            view = view[file.write(view) :]
 
 
 def _sync(file: BinaryIO) -> None:
-    os.fsync(file.fileno())
+    with named(file):
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def named(file: BinaryIO) -> Generator[None]:
+    """Say in an OSError which file it was: the system tells only of those that it could not open."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(file.name)
+        raise
 
 
 def _sync_directory(path: Path) -> None:

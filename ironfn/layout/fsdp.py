@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from ironfn.layout.reduce import summed_in
 from ironfn.layout.table import Placement, Table, placement
 from ironfn.layout.zero import Shapes, first_even, local_shape
 from ironfn.mesh.axis import Axis, Mesh
@@ -33,7 +34,7 @@ def shard_table(table: Table, shapes: Shapes, mesh: Mesh) -> dict[str, Placement
 
 
 class _Fetch(torch.autograd.Function):
-    """Join the shares in the dtype of the products; sum the gradients in the leaf's own, and share them out."""
+    """Join the shares in the dtype of the products; sum the gradients as `reduce_grads` does, and share them out."""
 
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> Tensor:
@@ -46,7 +47,8 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.axis.backend.reduce_scatter(grad.to(ctx.dtype), ctx.dim), None, None, None
+        total = ctx.axis.backend.reduce_scatter(grad.to(summed_in(ctx.dtype)), ctx.dim)
+        return total.to(ctx.dtype), None, None, None
 
 
 def fetch(table: Mapping[str, Placement], mesh: Mesh) -> Callable[[str, Tensor, torch.dtype], Tensor]:

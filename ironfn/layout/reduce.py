@@ -35,6 +35,11 @@ class _Way:
     device: torch.device
 
 
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of this dtype are added up between ranks."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def reduce_grads(
     grads: Params, table: Table, mesh: Mesh, to: Table | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Params:
@@ -42,6 +47,8 @@ def reduce_grads(
 
     ``to`` may cut leaves over dp that ``table`` does not, or give them an owner there: those are reduced and shared out
     in one go. Leaves travel together, about ``bucket_bytes`` at a time.
+
+    bfloat16 and float16 are added up in float32 and rounded once: to add in them loses what is small beside the sum.
 
     Consumes ``grads``: empties the tree, so that beside the gradients only one bucket is alive at a time.
     """
@@ -85,9 +92,10 @@ def _in_buckets(
     for path in leaves:
         leaves[path] = spread(leaves[path], places[path], ranks)
         shapes[path] = leaves[path].shape[1:]
-    found, size = Unpacked(), max(1, limit // way.dtype.itemsize // ranks)
+    carried = summed_in(way.dtype)
+    found, size = Unpacked(), max(1, limit // carried.itemsize // ranks)
     for start, stop in plan.buckets(size):
-        bucket = torch.empty(ranks, stop - start, dtype=way.dtype, device=way.device)
+        bucket = torch.empty(ranks, stop - start, dtype=carried, device=way.device)
         shared = pack(plan.shared, leaves, start, stop, bucket)
         for rank, spans in enumerate(plan.own):
             end = pack(spans, leaves, start, stop, bucket[rank : rank + 1])
@@ -96,7 +104,7 @@ def _in_buckets(
             for span, _, high in within(spans, start, stop):
                 if high == span.stop:
                     del leaves[span.path]
-        mine = _total(bucket, way, mesh)
+        mine = _total(bucket, way, mesh).to(way.dtype)
         del bucket
         for spans in (plan.shared, plan.own[me]):
             for path, leaf in found.take(spans, mine, start, stop):

@@ -59,11 +59,18 @@ def agree(
 
 
 def _whose(ranks: list[int], mesh: Mesh) -> str:
-    """Name the ranks that have an error, the first of many; what all have needs no name."""
-    if len(ranks) == mesh.world.size:
-        return ""
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:3]))}{more}: "
+    """Name the ranks that have an error; what all have needs no name."""
+    return "" if len(ranks) == mesh.world.size else f"{in_words(ranks)}: "
+
+
+def in_words(ranks: list[int]) -> str:
+    """Name ranks, the first of many.
+
+    >>> in_words([3]), in_words([0, 1, 2]), in_words(list(range(9)))
+    ('rank 3', 'ranks 0, 1, 2', 'ranks 0, 1, 2 and 6 more')
+    """
+    first = ", ".join(str(rank) for rank in ranks[:3])
+    return f"rank{'s' if len(ranks) > 1 else ''} {first}" + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
 
 
 def _describe(error: Exception, kinds: Sequence[type[Exception]]) -> tuple[str, int | None, str]:

@@ -109,6 +109,9 @@ def sum_over_rows(x: Tensor, mesh: Mesh) -> Tensor:
 
 def any_rank(mesh: Mesh, flag: bool, device: torch.device | str = "cpu") -> bool:
     """Tell whether ``flag`` is set on any rank of the world: one decision, the same on all."""
-    if mesh.world.size == 1:
-        return flag
-    return bool(mesh.world.backend.all_reduce(torch.tensor([float(flag)], device=device)) > 0)
+    return any_of(mesh.world, flag, device)
+
+
+def any_of(axis: Axis, flag: bool, device: torch.device | str = "cpu") -> bool:
+    """Tell whether ``flag`` is set on any rank of an axis."""
+    return flag if axis.size == 1 else bool(axis.backend.all_reduce(torch.tensor([float(flag)], device=device)) > 0)

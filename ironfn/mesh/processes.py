@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 from ironfn.mesh.axis import Mesh
 from ironfn.mesh.call import Call, MeshError, agree, decode, describe, encode, told
 from ironfn.mesh.grid import Grid
-from ironfn.mesh.roll import Roll
+from ironfn.mesh.roll import HOLDER, Roll, no_answer, within
 
 WINDOW = 3.0  # the most seconds that a failed rank waits for signs of life of the others
 FEW = 8  # up to so many ranks send each other small tensors directly
@@ -40,11 +43,18 @@ class Link:
     lost: str = ""
     failure: str = ""
 
+    def join(self, axis: str, make: Callable[[], Group], seconds: float) -> None:
+        """Make the group of an axis. MeshError where the others do not come in time."""
+        try:
+            self.groups[axis] = within(seconds, make)
+        except (RuntimeError, TimeoutError) as error:
+            raise self.fail(f"could not connect {axis}", error) from error
+
     def fail(self, what: str, error: Exception) -> MeshError:
         """Close the groups, find out what every rank does, and return the error to raise."""
         self.roll.doing = self.lost = what
         self.close()
-        cause = told(error).partition(". ")[0]
+        cause = re.sub(r"\[/\S+\] ", "", told(error).partition(". ")[0])  # not where torch was built
         self.failure = f"{self.grid.name(self.rank)} {what} ({cause}): {self.roll.call(self.window)}"
         return MeshError(self.failure)
 
@@ -202,8 +212,10 @@ def tcp_store(host: str, port: int, *, serve: bool = False, attempt: int = 0, ti
 
     serve: hold the store in this process (one does; under torchrun the launcher may). attempt: which start of the run
     this is; a restart must not find what the start before it has left. timeout: seconds to wait for the others.
+    RuntimeError where there is no store, TimeoutError where none has come until then.
     """
-    store = dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    store = within(timeout, lambda: dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=limit))
     return dist.PrefixStore(f"ironfn/{attempt}", store)
 
 
@@ -220,13 +232,15 @@ def connect(
     backend: str = "gloo",
     timeout: float = 600.0,
     check: bool = True,
+    holder: str = HOLDER,
 ) -> Generator[Mesh]:
     """Join the ``world`` processes that share a store, of which this is number ``rank``, and yield the mesh.
 
     backend: gloo or nccl (then the caller has chosen this process's device). timeout: seconds until a rank that
     answers nothing, stopped or lost, is given up, and a MeshError names it; one that dies is noticed within seconds.
-    check: compare the ranks' calls before each collective, on gloo; `Processes` says why. No process group of torch's
-    own is made or touched. ValueError where the sizes do not make ``world`` ranks.
+    check: compare the ranks' calls before each collective, on gloo; `Processes` says why. holder: what to call the one
+    whose the store is, where it is gone. No process group of torch's own is made or touched. ValueError where the sizes
+    do not make ``world`` ranks.
     """
     grid = Grid(dp, tp, ep)
     if grid.world != world:
@@ -239,16 +253,14 @@ def connect(
     if world == 1:
         yield Mesh(sequence_parallel=sequence_parallel)
         return
-    window = min(WINDOW, timeout / 4)
-    link = Link(grid, rank, Roll(store, grid, rank), window)
+    window, begin = min(WINDOW, timeout / 4), time.monotonic()
+    link = Link(grid, rank, _enrol(store, grid, rank, holder, timeout), window)
 
     def join(axis: str, members: list[int]) -> Processes:
-        apart = dist.PrefixStore(f"{axis}/{members[0]}", store)
-        try:
-            link.groups[axis] = _group(backend, apart, members.index(rank), len(members), timeout - window)
-        except RuntimeError as error:
-            raise link.fail(f"could not connect {axis}", error) from error
-        return Processes(link, axis, members, members.index(rank), check and backend == "gloo")
+        apart, me = dist.PrefixStore(f"{axis}/{members[0]}", store), members.index(rank)
+        make = partial(_group, backend, apart, me, len(members), timeout - window)
+        link.join(axis, make, begin + timeout - window - time.monotonic())
+        return Processes(link, axis, members, me, check and backend == "gloo")
 
     how = "has left"
     try:
@@ -263,6 +275,13 @@ def connect(
     finally:
         link.roll.leave(how)
         link.close()
+
+
+def _enrol(store: dist.Store, grid: Grid, rank: int, holder: str, timeout: float) -> Roll:
+    try:
+        return within(timeout, lambda: Roll(store, grid, rank, holder))
+    except TimeoutError:
+        raise MeshError(f"{grid.name(rank)} could not connect: {no_answer(holder)}") from None
 
 
 def _group(backend: str, store: dist.Store, rank: int, size: int, timeout: float) -> Group:

@@ -6,27 +6,59 @@ import contextlib
 import json
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from ironfn.mesh.grid import Grid
 
 PERIOD = 0.25  # seconds between two signs of life
-HOLDER = "the process that holds it (rank 0, or the launcher)"
+HOLDER = "the process that holds it"
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what a work returns, or raise what it raises. TimeoutError after so many seconds: it is left behind.
+
+    The limits of torch's store do not bind: it tries a port where nobody listens twice, for the whole time each, and
+    where its process is stopped it waits without end for leave to give up.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ironfn-within", daemon=True)
+    thread.start()
+    thread.join(max(seconds, 0.0))
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.1f} s")
+    return results[0]
+
+
+def no_answer(holder: str) -> str:
+    """Say that the store does not answer, and whose fault it is."""
+    return f"the store does not answer: {holder} is gone or stopped"
 
 
 class Roll:
     """Publish a sign of life of this rank every quarter of a second: a number that grows, and what the rank does.
 
-    ``doing`` may be set to anything that has a text; it is read by the next sign of life.
+    ``doing`` may be set to anything that has a text; it is read by the next sign of life. holder: whose the store is.
     """
 
-    def __init__(self, store: Store, grid: Grid, rank: int) -> None:
+    def __init__(self, store: Store, grid: Grid, rank: int, holder: str = HOLDER) -> None:
         self.doing: object = "connects"
         # A connection of its own, that no other thread blocks. torch's stubs do not know the method.
         self._store: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        self._grid, self._rank = grid, rank
+        self._grid, self._rank, self._holder = grid, rank, holder
         self._signs, self._gone = 0, False
         self._stop, self._lock = threading.Event(), threading.Lock()
         self.sign()
@@ -44,18 +76,16 @@ class Roll:
         """Publish that this rank is gone, and how; nothing comes after it."""
         self.doing, self._gone = how, True
         self._stop.set()
-        last = threading.Thread(target=self.sign, daemon=True)  # a store that is stopped would hold us for ever
-        last.start()
-        last.join(1.0)
+        with contextlib.suppress(TimeoutError):
+            within(1.0, self.sign)
         self._thread.join(1.0)
 
     def call(self, window: float) -> str:
         """Return what every rank does, in one line. Waits up to ``window`` seconds for a sign of life of each."""
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(self._listen(window)), daemon=True)
-        thread.start()
-        thread.join(window + 1.0)
-        return found[0] if found else f"the store does not answer: {HOLDER} is gone or stopped"
+        try:
+            return within(window + 1.0, lambda: self._listen(window))
+        except TimeoutError:
+            return no_answer(self._holder)
 
     def _beat(self) -> None:
         while not self._stop.wait(PERIOD):
@@ -70,7 +100,7 @@ class Roll:
                 time.sleep(PERIOD / 5)
                 last = self._read()
         except RuntimeError:
-            return f"the store is gone, and with it {HOLDER}"
+            return f"the store is gone, and with it {self._holder}"
         return "; ".join(self._told(r, self._alive(r, first, last), last, window) for r in range(self._grid.world))
 
     def _read(self) -> dict[int, dict[str, Any]]:

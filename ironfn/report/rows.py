@@ -137,10 +137,16 @@ class MetricsFile:
         return cls(path)
 
     def write(self, row: AnyRow | Mapping[str, Value]) -> None:
-        """Append one row, in one write."""
+        """Append one row, in one write where the disk takes it so. OSError, with the file, where it is full."""
         flat = dict(row) if isinstance(row, Mapping) else as_dict(row)
         line = json.dumps({name: _encode(value) for name, value in flat.items()}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        data = line.encode() + b"\n"
+        try:
+            while data:  # a disk that is nearly full takes a part of it, and says no word
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def sync(self) -> None:
         """Wait until the rows are on the disk: what a checkpoint that is about to be saved relies on."""

@@ -110,7 +110,7 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "mesh.tp": _at_least(1),
         "mesh.ep": _at_least(1),
         "mesh.bucket_mb": _at_least(1),
-        "mesh.timeout": ABOVE_ZERO,
+        "mesh.timeout": _between(1, 1_000_000),
         "train.steps": _at_least(1),
         "train.batch": _between(1, 1 << 24),
         "train.micro_batch": _at_least(1),
@@ -236,6 +236,10 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
         size: int | None = getattr(model, name)
         if size is not None and size % mesh.tp:
             yield (("mesh", "tp"), ("model", name)), f"{mesh.tp} ranks cannot share {size} {name} evenly (model.{name})"
+    rows = -(-(model.vocab_size or 0) // model.pad_vocab_to) * model.pad_vocab_to  # without vocab_size, the data tell
+    if rows % mesh.tp:
+        what = f"{mesh.tp} ranks cannot share {rows} rows of the vocabulary evenly; set model.pad_vocab_to to {mesh.tp}"
+        yield (("mesh", "tp"), ("model", "vocab_size"), ("model", "pad_vocab_to")), what
     if mesh.sequence_parallel and mesh.tp == 1:
         what = "the positions are shared out over tp, and mesh.tp is 1; raise it, or leave this out"
         yield (("mesh", "sequence_parallel"), ("mesh", "tp")), what
