@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,14 +13,17 @@ from ironfn import tree
 from ironfn.algo.step import Metrics, NonFiniteError, State, Step, make_step, skip, stop
 from ironfn.grad.value_and_grad import accumulate, value_and_grad
 from ironfn.layout.table import Placement, cut, shard, unshard
+from ironfn.layout.zero import share_updates
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
-from ironfn.model.init import init
+from ironfn.model.init import init, shapes
 from ironfn.model.tables import table
 from ironfn.optim.adamw import adamw
 from ironfn.optim.optimizer import Optimizer
+from ironfn.optim.presets import make_optimizer
 from ironfn.report.evaluation import evaluate
+from ironfn.spec.records import OptimSpec
 from ironfn.types import Batch, Loss, LossSum, Params
 from tests import peers
 
@@ -244,6 +247,25 @@ def test_not_a_number_on_one_rank_makes_all_ranks_do_the_same(policy: object, ax
     assert (raised is None, skipped) == ((True, 1) if policy is skip else (False, 0))
     assert untouched
     assert went_on
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("forgotten", ["zero1", "updates"])
+def test_updates_of_another_optimizer_are_refused(name: Literal["adamw", "muon"], forgotten: str) -> None:
+    """Shares for an optimizer of whole leaves, or the other way round: torch's fused AdamW reads past their end."""
+    layout = table(False)
+
+    def rank(mesh: Mesh) -> None:
+        params = init(ARCH, 0, layout, mesh)
+        updates = share_updates(layout, shapes(ARCH), mesh)
+        right = make_optimizer(OptimSpec(name=name), params, table=layout, mesh=mesh, updates=updates)
+        optimizer = make_optimizer(OptimSpec(name=name), params) if forgotten == "zero1" else right
+        given = updates if forgotten == "zero1" else None
+        step = make_step(value_and_grad(LM), optimizer, lambda step: 0.1, table=layout, mesh=mesh, updates=given)
+        with pytest.raises(ValueError, match=r"cannot move a leaf of shape .* `updates` of the optimizer"):
+            step(State(0, params, optimizer.init(params)), numbered(mesh.dp.index))
+
+    fake.run(rank, dp=2)
 
 
 # The rest of what a step promises.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from ironfn import tree
-from ironfn.optim.optimizer import Optimizer, part
+from ironfn.optim.optimizer import Optimizer, fits, part
 from ironfn.types import Params
 
 
@@ -44,6 +44,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_dec
         alike: dict[object, list[_Leaf]] = {}
         for path, g in tree.flatten(grads).items():
             old = flat_p[path], flat_m[path], flat_v[path]
+            fits(path, g, old[0])
             p, m, v = new = tuple(_dense(x, old[1].dtype) for x in old)
             moved = p, _dense(g, m.dtype), m, v
             if g.dtype == m.dtype and all(x is y for x, y in zip(old, new, strict=True)):

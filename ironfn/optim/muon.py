@@ -13,7 +13,7 @@ from ironfn import tree
 from ironfn.layout.table import WHOLE_TABLE, Table, by_path
 from ironfn.mesh.axis import SINGLE, Axis, Mesh
 from ironfn.optim.newton_schulz import orthogonalize
-from ironfn.optim.optimizer import Optimizer, part
+from ironfn.optim.optimizer import Optimizer, fits, part
 from ironfn.optim.whole import matrix_cuts, on_whole, whole_matrix
 from ironfn.types import Flat, Params
 
@@ -62,7 +62,8 @@ def muon(
     """
     _check(momentum, weight_decay, steps)
 
-    def direction(m: Tensor, g: Tensor) -> Tensor:
+    def direction(path: str, m: Tensor, g: Tensor) -> Tensor:
+        fits(path, g, m)
         g = g.to(m.dtype)
         m.lerp_(g, 1.0 - momentum)
         dtype = precision if precision.itemsize < 4 else torch.promote_types(m.dtype, precision)
@@ -79,7 +80,7 @@ def muon(
         places = by_path(layout, flat_g)
         cuts = {path: matrix_cuts(places[path], flat_p[path].ndim, mesh) for path in flat_g}
         for paths in _rounds({path: flat_p[path] for path in flat_g}, cuts):
-            directions = {path: direction(flat_m[path], flat_g[path]) for path in paths}
+            directions = {path: direction(path, flat_m[path], flat_g[path]) for path in paths}
             orthogonal = on_whole(partial(_orthogonal, steps=steps), directions, places, mesh)
             for path in paths:
                 move(flat_p[path], orthogonal[path], lr, cuts[path])

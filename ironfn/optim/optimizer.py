@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attrs import frozen
+from torch import Tensor
 
 from ironfn import tree
 from ironfn.types import Params
@@ -43,6 +44,18 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Optimizer:
         return optimizer.update(grads, state, params, lr * factor)
 
     return Optimizer(optimizer.init, update)
+
+
+def fits(path: str, grad: Tensor, leaf: Tensor) -> None:
+    """Refuse a gradient of another shape than what it moves: torch's fused kernel would read past its end.
+
+    ValueError where a step's ``updates`` are not those of the optimizer, so that one of both has shares.
+    """
+    if grad.shape != leaf.shape:
+        raise ValueError(
+            f"{path}: a gradient of shape {list(grad.shape)} cannot move a leaf of shape {list(leaf.shape)}; give "
+            "`make_step` the `updates` of the optimizer (`zero1`), and an optimizer of whole leaves none"
+        )
 
 
 def part(state: Params, name: str) -> Params:
