@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import select
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Modes(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _unread():
+                raise  # click ends without a word: who reads, such as `head`, has seen enough
             line = None if ctx.params["traceback"] else in_a_line(error)
             if line is None:
                 if (ranks := Ranks.here()).size > 1:
@@ -86,6 +89,13 @@ class Modes(click.Group):
                 _say_on_this_machine(line)
                 ctx.exit(EX_CONFIG)
             raise click.ClickException(_signed(line)) from error
+
+
+def _unread() -> bool:
+    """Tell whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _signed(line: str) -> str:

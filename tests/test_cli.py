@@ -141,3 +141,14 @@ def test_dry_run_prints_and_does_not_run() -> None:
     assert "lr: 0.0001\n" in dry.output
     assert CliRunner().invoke(mode, ["pretrain/quickstart", "-s", "optim.lr=1e-4"]).exit_code == 0
     assert len(called) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in ``ironfn specs show pretrain/gpt2 | head -1``."""
+    words = [sys.executable, "-m", "ironfn", "specs", "show", "pretrain/gpt2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
