@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .trained import Trained
 
+_CONFIG = "tokenizer_config.json"
 _OUT = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -62,7 +63,8 @@ def command(
 
     require_text(delimiter, "--delimiter")
     tasks = [(file, *_read(file, limit, seed)) for file in files]  # a faulty file is told before a model is read
-    subject = _subject(open_trained(model, lambda line: click.echo(line, err=True)), begin)
+    trained = open_trained(model, lambda line: click.echo(line, err=True))
+    subject = _subject(trained, _begin(model, trained, begin))
     results: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
     for file, schema, rows in tasks:
@@ -105,7 +107,27 @@ def _read(file: Path, limit: int | None, seed: int | None) -> tuple[str, list[Ro
     return schema, [found[i] for i in sorted(order[:limit])]
 
 
-def _subject(trained: Trained, begin: str | None) -> Subject:
+def _begin(model: Path, trained: Trained, token: str | None) -> int:
+    """Return the id that stands before a text: as asked, as the files say that a model from elsewhere came with."""
+    if token is not None:
+        found = trained.tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"--begin {token!r} is no token of this model; leave it out to take the model's own")
+        return found
+    from ironfn.hf.untrusted import read_json
+
+    from .imported import KEPT
+
+    for folder in (model / KEPT, model.parent.parent / KEPT):
+        if (folder / _CONFIG).exists():
+            told = read_json(folder, _CONFIG).get("bos_token")
+            name = told.get("content") if isinstance(told, dict) else told
+            found = trained.tokenizer.token_to_id(name) if isinstance(name, str) else None
+            return trained.eos if found is None else found
+    return trained.eos
+
+
+def _subject(trained: Trained, first: int) -> Subject:
     """Return how the model encodes and scores, with a bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
@@ -113,9 +135,7 @@ def _subject(trained: Trained, begin: str | None) -> Subject:
     from ironfn.evals.likelihood import log_likelihoods
     from ironfn.evals.texts import Subject
 
-    tokenizer, first = trained.tokenizer, trained.eos if begin is None else trained.tokenizer.token_to_id(begin)
-    if first is None:
-        raise ValueError(f"--begin {begin!r} is no token of this model; leave it out to take the model's own")
+    tokenizer = trained.tokenizer
     name = tokenizer.id_to_token(first) or ""
 
     def encode(text: str, around: bool) -> list[int]:

@@ -117,3 +117,21 @@ def test_texts_that_are_no_text_and_tokens_that_are_none_are_refused(run: Path, 
         "eval", run, "-t", file, "--window", 33
     ).output  # fmt: skip
     assert invoke("eval", run, "-t", file, "--begin", "<|fim_prefix|>").exit_code == 0
+
+
+def test_a_model_from_elsewhere_brings_the_token_that_stands_before_a_text(run: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
+    file.write_text("the fox")
+
+    def nats(*options: object) -> float:
+        assert invoke("eval", run, "-t", file, "--out", out, *options).exit_code == 0
+        return json.loads(out.read_text())["nats"]
+
+    own, other = nats(), nats("--begin", "<|fim_prefix|>")
+    assert own == nats("--begin", "<|endoftext|>") != other
+    (run / "hf").mkdir()
+    for told in ("<|fim_prefix|>", {"content": "<|fim_prefix|>"}):
+        (run / "hf" / "tokenizer_config.json").write_text(json.dumps({"bos_token": told}))
+        assert nats() == other
+    (run / "hf" / "tokenizer_config.json").write_text('{"bos_token": null}')
+    assert nats() == own
