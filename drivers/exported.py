@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import torch
 
 from ironfn import tree
 from ironfn.data.tokenizer import load
-from ironfn.hf.directory import CARRIED, export_model
-from ironfn.hf.untrusted import read_inside
+from ironfn.hf.directory import export_model
 
-from .imported import KEPT
+from .imported import kept
+from .rundir import RunDir
 from .saved import open_saved
 
 
@@ -27,9 +26,7 @@ def export_run(
 ) -> str:
     """Write the newest checkpoint of a run, or the one named, and return what there is to say of it."""
     found = open_saved(source, say)
-    beside = found.path.parent.parent / KEPT
-    kept = set(os.listdir(beside)) if beside.is_dir() else set[str]()
-    carried = {name: read_inside(beside, name) for name in CARRIED if name in kept}
+    carried = kept(RunDir(found.path.parent.parent))
     leaves = tree.flatten(found.params) | tree.flatten(found.fixed)
     tokenizer, eos = None, None
     if found.tokenizer is not None:

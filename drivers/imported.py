@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from attrs import asdict, evolve
+from tokenizers import Tokenizer
 
 from ironfn import __version__, checkpoint, tree
-from ironfn.checkpoint.files import DISK, make_directories, write_whole
 from ironfn.data.tokenizer import load as load_tokenizer
-from ironfn.hf.directory import Described, describe, load_model, stored, with_rows
+from ironfn.hf.directory import CARRIED, Described, describe, is_directory, load_model, stored, with_rows
+from ironfn.hf.untrusted import read_inside
+from ironfn.hf.whole import whole_directory
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch, complete
 from ironfn.model.tables import table
@@ -74,42 +75,65 @@ def keep_model(
     dtype: torch.dtype,
     *,
     tokenizer: bytes | None,
-    eos: int | None = None,
-    carried: Mapping[str, bytes] | None = None,
+    eos: int | None,
+    carried: Mapping[str, bytes],
 ) -> None:
     """Write a run directory of step 0, which has to be new: it is there whole or not at all.
 
     params: the leaves, and the routers' biases among them. dtype: of most. eos: the id that ends a text; None looks for
     a usual name in ``tokenizer``, a tokenizer.json. carried: files of the source, by name, for an export to put back.
     """
-    if target.exists():
-        raise ValueError(f"{target} is there already; give a new name, or remove it")
     flat = tree.flatten(params)
     fixed = {path: flat.pop(path) for path in list(flat) if path.endswith("/router/bias")}
-    aside = target.with_name(f".tmp-{target.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # of a call that died
-    make_directories(aside.absolute(), DISK)
-    place = RunDir(aside)
-    end: str | None = None
-    if tokenizer is not None:
-        write_whole(place.tokenizer, tokenizer, DISK)
-        end = _end(place.tokenizer, eos, arch)
-    spec = _continued(target, evolve(model, init_from=str(target)), dtype, end)
-    write_whole(place.spec, dump_spec(spec).encode(), DISK)
+    with whole_directory(target) as aside:
+        place = RunDir(aside)
+        end: str | None = None
+        if tokenizer is not None:
+            place.tokenizer.write_bytes(tokenizer)
+            end = _end(place.tokenizer, eos, arch)
+        spec = _continued(target, evolve(model, init_from=str(target)), dtype, end)
+        place.spec.write_text(dump_spec(spec), encoding="utf-8")
+        _keep(place, carried)
+        extra: Params = {"fixed": tree.unflatten(fixed)} if fixed else {}
+        meta = {"ironfn": __version__, "spec": asdict(spec), "arch": asdict(arch)}
+        meta |= {"data": "", "skipped": 0, "seconds": 0.0}
+        checkpoint.save(place.checkpoints, 0, {"params": tree.unflatten(flat), "opt": {}, "extra": extra}, meta)
+
+
+def _keep(place: RunDir, carried: Mapping[str, bytes]) -> None:
+    """Put a source's small files where an export looks for them."""
     if carried:
-        (aside / KEPT).mkdir()
+        (place.path / KEPT).mkdir()
         for name, data in carried.items():
-            write_whole(aside / KEPT / name, data, DISK)
-    extra: Params = {"fixed": tree.unflatten(fixed)} if fixed else {}
-    meta = {"ironfn": __version__, "spec": asdict(spec), "arch": asdict(arch), "data": "", "skipped": 0, "seconds": 0.0}
-    checkpoint.save(place.checkpoints, 0, {"params": tree.unflatten(flat), "opt": {}, "extra": extra}, meta)
-    os.rename(aside, target)
+            (place.path / KEPT / name).write_bytes(data)
+
+
+def kept(place: RunDir) -> dict[str, bytes]:
+    """Return the small files of the source that a run's directory keeps, by name."""
+    folder = place.path / KEPT
+    names = set(os.listdir(folder)) if folder.is_dir() else set[str]()
+    return {name: read_inside(folder, name) for name in CARRIED if name in names}
+
+
+def keep_along(source: str | None, place: RunDir) -> None:
+    """Keep the small files of the model that a run begins from, once, if the run has the same tokenizer."""
+    path = None if source is None else Path(source)
+    if path is None or not path.is_dir() or (place.path / KEPT).exists():
+        return
+    if is_directory(path):
+        described = describe(path)
+        tokenizer, carried = described.tokenizer, described.carried
+    else:
+        beside = RunDir(path)
+        tokenizer = beside.tokenizer.read_bytes() if beside.tokenizer.exists() else None
+        carried = kept(beside)
+    if tokenizer == place.tokenizer.read_bytes():
+        _keep(place, carried)
 
 
 def _end(path: Path, eos: int | None, arch: Arch) -> str | None:
     """Return the name of the token that ends a text. ValueError for a tokenizer that does not fit the model."""
-    ids = load_tokenizer(path, None).tokenizer if eos is None else None
-    vocabulary = load_tokenizer(path, None if ids is not None else _name(path, eos))
+    vocabulary = load_tokenizer(path, _name(path, eos))
     if vocabulary.size > arch.vocab:
         raise ValueError(
             f"the tokenizer has {vocabulary.size} ids, and the model's vocabulary {arch.vocab}; the files are not of "
@@ -118,10 +142,12 @@ def _end(path: Path, eos: int | None, arch: Arch) -> str | None:
     return vocabulary.tokenizer.id_to_token(vocabulary.eos)
 
 
-def _name(path: Path, eos: int | None) -> str | None:
-    from tokenizers import Tokenizer
-
-    return None if eos is None else Tokenizer.from_file(str(path)).id_to_token(eos)
+def _name(path: Path, token: int | None) -> str | None:
+    """Return how a tokenizer writes an id; None leaves the choice, or the complaint, to who loads it."""
+    try:
+        return None if token is None else Tokenizer.from_file(str(path)).id_to_token(token)
+    except Exception:  # the library raises bare Exception for a file it cannot read
+        return None
 
 
 def _continued(target: Path, model: ModelSpec, dtype: torch.dtype, eos: str | None) -> RunSpec:

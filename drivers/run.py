@@ -24,6 +24,7 @@ from ironfn.types import Batch, Params
 from .build import Job, build, pick_device, to_device
 from .console import Console
 from .failures import Failure, alike, one_voice, together
+from .imported import keep_along
 from .launch import Ranks, command, threads
 from .report import draw
 from .rundir import RunDir
@@ -68,6 +69,7 @@ def run(
         state, seconds = together(mesh, device, lambda: _restore(job, first, place, console, restart))
         if speaks:
             replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())
+            keep_along(spec.model.init_from, place)
         with watching(job, place, console, state, seconds) as watch:
             state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:

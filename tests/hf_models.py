@@ -69,6 +69,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **_COMMON, **_GROUPED, **_IDS, **_EXPERTS, head_dim=8, moe_intermediate_size=32, norm_topk_prob=True
     ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **_COMMON, **_GROUPED, **_IDS, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=4,
+        topk_group=2, routed_scaling_factor=1.5, use_qk_norm=True, partial_rotary_factor=0.5, attention_bias=True,
+    ),
     "olmoe": lambda: transformers.OlmoeConfig(**_COMMON, **_GROUPED, **_IDS, **_EXPERTS),
 }  # fmt: skip
 
@@ -85,6 +89,9 @@ def model_of(name: str, seed: int = 0) -> Any:
                 weight.add_(torch.randn_like(weight) * 0.1)
             elif weight.dim() > 1:
                 weight.mul_(5.0)  # at 0.02 a wrong angle or a forgotten norm hardly shows
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return model
 
 

@@ -83,7 +83,9 @@ def test_the_defaults_of_a_config_are_those_of_transformers(saved: tuple[Any, Pa
     """What a file leaves out means what the class of `transformers` says, not what a preset of ours does."""
     model, theirs = saved
     family = describe(theirs).family
-    whole = type(model.config)().to_dict() | {"architectures": [family.architecture]}
+    # the class of GLM-4.5 gives its 96 heads 42.7 numbers each where nothing else is said
+    heads = {"num_attention_heads": 32} if family.model_type == "glm4_moe" else {}
+    whole = type(model.config)(**heads).to_dict() | {"architectures": [family.architecture]}
     (theirs / "config.json").write_text(json.dumps(whole))
     said = complete(describe(theirs).spec, 1)
     needed = {name for row in family.keys if row.default is REQUIRED for name in row.theirs}

@@ -40,7 +40,7 @@ class Key:
 class Aspect:
     """Read some fields out of a config's keys, and write those keys, where one key is not one field.
 
-    read: raises ValueError for values that our model cannot express.
+    read, write: raise ValueError for values that the other side cannot express.
     """
 
     read: Callable[[Config], Fields]
@@ -141,7 +141,7 @@ def _is_float(dotted: str) -> bool:
 def write_config(arch: Arch, family: Family) -> dict[str, Any]:
     """Return the keys of a config.json that this family's table has of an architecture.
 
-    Whether they say all is for the caller to see, by reading them again.
+    ValueError for a value that it has no word for. Whether the keys say all is for the caller to see, by reading them.
     """
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {name: value for row in family.keys for value in (field_of(arch, row.ours),) for name in row.theirs}
@@ -172,7 +172,10 @@ def choice(ours: str, theirs: str, values: Mapping[Any, Any], default: Any = REQ
 
     def write(arch: Arch) -> dict[str, Any]:
         value = field_of(arch, ours)
-        return {theirs: next((name for name, each in values.items() if each == value), None)}
+        found = [name for name, each in values.items() if each == value]
+        if not found:
+            raise ValueError(f"{ours} {value!r}")
+        return {theirs: found[0]}
 
     return Aspect(read, write)
 

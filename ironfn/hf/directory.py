@@ -17,6 +17,7 @@ from ironfn.hf.families import FAMILIES
 from ironfn.hf.load import dtype_of, load_weights
 from ironfn.hf.tensors import Entry, find
 from ironfn.hf.untrusted import parse_json, read_inside, read_json
+from ironfn.hf.whole import whole_directory
 from ironfn.layout.table import Table
 from ironfn.mesh.axis import Mesh
 from ironfn.model.arch import Arch
@@ -134,8 +135,6 @@ def export_model(
     kept them. eos: the id that ends, and begins, a text, for a model that never had such files. ValueError where no
     architecture of `transformers` can say this model.
     """
-    if path.exists():
-        raise ValueError(f"{path} is there already; give a new name, or remove it")
     before = parse_json(carried[CONFIG], CONFIG) if CONFIG in carried else {}
     wanted = architecture or (family_of(before, FAMILIES).architecture if before else None)
     biased = any(name.endswith("/router/bias") for name in leaves)
@@ -143,23 +142,24 @@ def export_model(
     if arch.moe is not None:
         leaves = {name: torch.zeros(arch.moe.experts) for name in _biases(out.family, arch)} | leaves
     same = before.get("model_type") == out.family.model_type
-    kind = dtype or max((x for x in leaves.values()), key=lambda x: x.numel()).dtype
+    kind = dtype or max(leaves.values(), key=lambda x: x.numel()).dtype
     name = str(kind).removeprefix("torch.")
     config = (before if same else _ids(eos)) | out.config | {"dtype": name, "torch_dtype": name}
     config.pop("_name_or_path", None)
-    files = {each: data for each, data in carried.items() if each != CONFIG}
-    if GENERATION not in files and eos is not None:
-        files[GENERATION] = _json({"bos_token_id": eos, "eos_token_id": eos})
-    files |= {CONFIG: _json(config)} | ({TOKENIZER: tokenizer} if tokenizer is not None else {})
-    if tokenizer is not None and TOKENIZER_CONFIG not in files:
-        files[TOKENIZER_CONFIG] = _json(_tokenizer_config(tokenizer, eos, arch))
-    aside = path.with_name(f".tmp-{path.name}")
-    aside.mkdir(parents=True)
-    write_weights(aside, out.family, arch, leaves, dtype=dtype, file_bytes=file_bytes)
-    for each, data in files.items():
-        (aside / each).write_bytes(data)
-    os.rename(aside, path)
+    files = _made(tokenizer, eos, arch) | dict(carried) | {CONFIG: _json(config)}
+    with whole_directory(path) as aside:
+        write_weights(aside, out.family, arch, leaves, dtype=dtype, file_bytes=file_bytes)
+        for each, data in files.items():
+            (aside / each).write_bytes(data)
     return out
+
+
+def _made(tokenizer: bytes | None, eos: int | None, arch: Arch) -> dict[str, bytes]:
+    """Return the small files of a model that never had them."""
+    ids = {} if eos is None else {GENERATION: _json({"bos_token_id": eos, "eos_token_id": eos})}
+    if tokenizer is None:
+        return ids
+    return ids | {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _json(_tokenizer_config(tokenizer, eos, arch))}
 
 
 def _ids(eos: int | None) -> dict[str, Any]:

@@ -44,18 +44,20 @@ def exportable(arch: Arch, architecture: str | None, bias: bool = False) -> Expo
         known = ", ".join(f.architecture for f in FAMILIES)
         raise ValueError(f"there is no architecture {architecture!r}; known are {known}")
     faults: dict[str, list[str]] = {}
+    hopeless: dict[str, list[str]] = {}
     for family in tried:
-        config = write_config(arch, family)
         try:
+            config = write_config(arch, family)
             again = complete(read_spec(config, family), 1)
         except ValueError as error:
-            faults[family.architecture] = [str(error)]
+            hopeless[family.architecture] = [str(error)]
             continue
         faults[family.architecture] = differences(arch, again)
         if bias and not family.bias:
             faults[family.architecture].append("a bias on the routers' choice")
         if not faults[family.architecture]:
             return Exportable(family, config)
+    faults = faults or hopeless
     nearest = min(faults, key=lambda name: len(faults[name]))
     raise ValueError(
         f"{'no architecture of transformers' if architecture is None else architecture} can say this model; "

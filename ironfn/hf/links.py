@@ -110,7 +110,7 @@ def match(
     wrong += [f"{path} is given both stacked and expert by expert" for path in twice]
     left = [
         name for name in named
-        if name not in used and not (arch.tied and name == head_name(naming))
+        if name not in used and 0 not in named[name].shape and not (arch.tied and name == head_name(naming))
         and not any(re.fullmatch(regex, name) for regex in naming.passed_over)
     ]  # fmt: skip
     wrong += [f"missing: {listed(list(dict.fromkeys(missing)))}"] if missing else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -50,10 +52,17 @@ def load_weights(
     def read() -> Params:
         loading = Loading(shapes(arch) | _fixed_shapes(arch, fixed), layout, mesh, torch.device(device), dtype)
         source = Source(directory)
-        for link, entry in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].begin)):
+
+        def take(pair: tuple[Link, Entry]) -> None:
+            link, entry = pair
             with source.tensor(entry) as tensor:
                 for path, part in zip(link.paths, link.parts(tensor), strict=True):
                     loading.fill(path, part, link.expert)
+
+        # what takes the time is turning matrices and finding memory: neither holds the interpreter's lock
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for _ in pool.map(take, sorted(pairs, key=lambda pair: (pair[1].file, pair[1].begin))):
+                pass
         return tree.unflatten({path: loading.leaves[path] for path in loading.shapes if path in loading.leaves})
 
     pairs = together(mesh, look, device=device)
@@ -98,6 +107,7 @@ class Loading:
     device: torch.device
     dtype: torch.dtype | None
     leaves: Flat = field(factory=dict)
+    lock: threading.Lock = field(factory=threading.Lock)
 
     def fill(self, path: str, part: Tensor, expert: int | None) -> None:
         """Copy this rank's share of a leaf, or of one expert's part of it, out of a view of the file."""
@@ -105,10 +115,11 @@ class Loading:
         if not held(place, self.mesh):
             return
         box = share_of(whole, place, self.mesh, path)
-        if path not in self.leaves:
-            make = torch.zeros if path in PADDED else torch.empty
-            self.leaves[path] = make(box.shape, dtype=self.dtype or part.dtype, device=self.device)
-        target = self.leaves[path]
+        with self.lock:
+            if path not in self.leaves:
+                make = torch.zeros if path in PADDED else torch.empty
+                self.leaves[path] = make(box.shape, dtype=self.dtype or part.dtype, device=self.device)
+            target = self.leaves[path]
         if expert is not None:
             at = expert - box.offset[0]
             if not 0 <= at < box.shape[0]:

@@ -98,6 +98,18 @@ def _llama_like(rows: Rows) -> Naming:
 
 LLAMA = _llama_like((*_TWO_NORMS, *_ATTENTION, *_MLP))
 QWEN_MOE = _llama_like((*_TWO_NORMS, *_ATTENTION, *_MLP, *_QWEN_MOE))
+GLM_MOE = _llama_like(
+    (
+        *_TWO_NORMS,
+        *_ATTENTION,
+        *_MLP,
+        matrix("mlp.gate.weight", "mlp/router/w"),
+        Row("mlp.gate.e_score_correction_bias", ("mlp/router/bias",)),
+        *_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        *_STACKED,
+        *(matrix(f"mlp.shared_experts.{n}_proj.weight", f"mlp/shared/w_{n}") for n in ("gate", "up", "down")),
+    )
+)
 MIXTRAL = _llama_like((*_TWO_NORMS, *_ATTENTION, *_MIXTRAL_MOE))
 GEMMA2 = _llama_like(
     (

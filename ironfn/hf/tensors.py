@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,14 +143,16 @@ class Source:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[str, mmap.mmap] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def tensor(self, entry: Entry) -> Generator[Tensor]:
         """Yield a tensor; afterwards its pages no longer count as this process's memory. It may not be kept."""
-        if entry.file not in self._maps:
-            with open_inside(self._directory, entry.file) as file:
-                # a private map may be written to, which torch wants of memory that it looks at
-                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with self._lock:
+            if entry.file not in self._maps:
+                with open_inside(self._directory, entry.file) as file:
+                    # a private map may be written to, which torch wants of memory that it looks at
+                    self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped, dtype = self._maps[entry.file], DTYPES[entry.dtype]
         if len(mapped) < entry.end:
             raise ValueError(f"{self._directory / entry.file} became shorter while it was read")
