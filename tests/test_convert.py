@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def add_tokenizer(path: Path, size: int = 300) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a Hugging Face directory of several files, with a tokenizer, below the working directory."""
     import transformers
 
@@ -81,7 +80,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         transformers.LlamaForCausalLM(config).save_pretrained("hf", max_shard_size="30KB")
     add_tokenizer(Path("hf"))
     edited(Path("hf"), something_else={"kept": [1]})
-    yield Path("hf")
+    return Path("hf")
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
