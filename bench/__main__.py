@@ -13,7 +13,7 @@ PARTS = MappingProxyType(
     {
         "pretrain": ("startup", "step", "optimizers", "prepare", "damage", "kills", "quickstart"),
         "mesh": ("states", "saving", "ledger", "experts", "reduction", "law"),
-        "interop": ("evals",),
+        "interop": ("interop", "evals"),
     }
 )
 """The modules whose figures make a part, the quick ones first."""

@@ -205,7 +205,8 @@ def head_bias(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor | No
 def scored(x: Tensor, params: Params, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
     """Return the logits [..., vocab] of hidden states [..., D], whole on every rank and in the dtype of ``x``."""
     bias = head_bias(params, arch, how)
-    local = plus(x @ head_weight(params, arch, how).to(x.dtype).t(), None if bias is None else bias.to(x.dtype))
+    product = fused.linear(x, head_weight(params, arch, how).to(x.dtype).t())
+    local = plus(product, None if bias is None else bias.to(x.dtype))
     whole = mesh.tp.backend.all_gather(local, x.dim() - 1)[..., : arch.vocab]
     cap = arch.logit_softcap
     return whole if cap is None else (whole / cap).tanh() * cap
