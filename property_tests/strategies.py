@@ -72,7 +72,8 @@ def quirks(draw: st.DrawFn, family: ModelSpec) -> ModelSpec:
         attention_softcap=draw(st.sampled_from([None, 2.0])) if positions != "alibi" else None,
         logit_softcap=draw(st.sampled_from([None, 2.0])),
         positions=positions,
-        windows=draw(st.sampled_from([[], [3], [0, 2], [4, 1]])),
+        # a window of 1 leaves queries a gradient of rounding alone, which Muon would make as large as any
+        windows=draw(st.sampled_from([[], [3], [0, 2], [4, 2]])),
         qk_norm=draw(st.sampled_from(["none", "head", "width"])),
         norm_offset=family.norm == "rms" and draw(flag),
         parallel=draw(flag),

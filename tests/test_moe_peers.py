@@ -127,16 +127,18 @@ def test_the_balance_of_a_batch_is_that_of_transformers(top_k: int, pad: int) ->
     assert float(loss.metrics["balance"] / loss.weight) == pytest.approx(float(theirs) / top_k, rel=1e-6)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_a_block_of_deepseek_v3(renormalize: bool) -> None:
-    """Sigmoids, a bias on the choice, a scale, and shared experts, which are one feed-forward there as here."""
-    arch = arch_of(score="sigmoid", renormalize=renormalize, scale=2.5, shared=2, bias_rate=0.1, balance="none")
+def test_a_block_of_deepseek_v3(renormalize: bool, groups: int) -> None:
+    """Sigmoids, a bias on the choice, groups, a scale, and shared experts: one feed-forward there as here."""
+    fields: dict[str, Any] = {"score": "sigmoid", "renormalize": renormalize, "scale": 2.5, "shared": 2}
+    arch = arch_of(**fields, bias_rate=0.1, balance="none", groups=groups, group_top_k=1)
     moe = arch.moe
     assert moe is not None
     torch.manual_seed(0)
     config = DeepseekV3Config(
         hidden_size=48, moe_intermediate_size=40, n_routed_experts=6, num_local_experts=6, num_experts_per_tok=2,
-        n_shared_experts=2, n_group=1, topk_group=1, norm_topk_prob=renormalize, routed_scaling_factor=2.5,
+        n_shared_experts=2, n_group=groups, topk_group=1, norm_topk_prob=renormalize, routed_scaling_factor=2.5,
         experts_implementation="eager",
     )  # fmt: skip
     block = DeepseekV3MoE(config)
@@ -157,6 +159,10 @@ def test_a_block_of_deepseek_v3(renormalize: bool) -> None:
     unbiased: Params = p | {"router": {"w": block.gate.weight.t()}}
     other, _ = mixture(x, unbiased, 0, arch, SINGLE, Forward(), {"tokens": torch.zeros(3, 20, dtype=torch.long)})
     assert not torch.allclose(ours, other, atol=1e-3), "the bias chose nothing"
+    if groups > 1:
+        free = arch_of(**fields, bias_rate=0.1, balance="none")
+        other, _ = mixture(x, p, 0, free, SINGLE, Forward(), {"tokens": torch.zeros(3, 20, dtype=torch.long)})
+        assert not torch.allclose(ours, other, atol=1e-3), "the groups shut nobody out"
 
 
 def test_parameters_and_operations_of_active_experts_alone() -> None:
