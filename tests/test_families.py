@@ -18,7 +18,7 @@ from ironfn.model.arch import Arch
 from ironfn.model.attention import by_mask, by_span, written_out
 from ironfn.model.forward import Forward
 from ironfn.model.init import shapes
-from ironfn.model.transformer import logits
+from ironfn.model.transformer import hidden, logits
 from ironfn.types import Params
 from tests.family_peers import PEERS, Peer
 
@@ -74,6 +74,23 @@ def test_loss_and_gradients_equal_transformers(name: str) -> None:
     expected = tree.flatten(peer.tree(model, arch, "grad"))
     for path, grad in tree.flatten(grads).items():
         torch.testing.assert_close(grad, expected[path], rtol=1e-4, atol=1e-5, msg=lambda m, p=path: f"{p}: {m}")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom"])
+def test_a_compiler_follows_the_whole_of_a_family(name: str) -> None:
+    """One graph, with no break; what a back end makes of it is torch's affair."""
+    arch = PEERS[name].arch(layers=2)
+    params = PEERS[name].tree(PEERS[name].build(arch, num_hidden_layers=2), arch)
+    torch.compiler.reset()
+    body = torch.compile(hidden, fullgraph=True, dynamic=False, backend="aot_eager")
+    tokens, segment = torch.randint(0, arch.vocab, (2, 16)), torch.zeros(2, 16, dtype=torch.long)
+    segment[1, 9:] = 1
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "weight": torch.ones(2, 16), "segment": segment}
+    found, grads = value_and_grad(lm_loss(arch, Forward(attention=by_mask), body=body))(params, batch, SINGLE)
+    loss, expected = value_and_grad(lm_loss(arch))(params, batch, SINGLE)
+    torch.testing.assert_close(found.total, loss.total)
+    for path, grad in tree.flatten(grads).items():
+        torch.testing.assert_close(grad, tree.flatten(expected)[path], **CLOSE)
 
 
 ROPES: dict[str, dict[str, Any]] = {

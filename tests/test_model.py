@@ -1,4 +1,4 @@
-"""The decoder equals `transformers`: logits, losses and gradients, for both families."""
+"""The decoder equals `transformers`: logits, losses and gradients, for Llama and GPT-2."""
 
 from __future__ import annotations
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
 
-@frozen
-class Look:
-    """Say how heads weigh what they see.
+class Look(NamedTuple):
+    """Say how heads weigh what they see. A tuple, because a compiler follows its making into the forward pass.
 
     scale: of the scores; None is 1 / sqrt(head_dim). window: how many positions are seen, the own included; 0 is all.
     softcap: c of c tanh(score / c). slopes: of ALiBi, [heads], this rank's.
