@@ -80,10 +80,9 @@ def save_gguf(path: Path, leaves: Flat, arch: Arch, words: Words, kind: str = "F
 def _metadata(family: GgufFamily, keys: Mapping[str, Any], arch: Arch, words: Words, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"general.file_type": FILE_TYPES[kind]}
     found |= {f"{family.name}.{key}": value for key, value in keys.items() if key != FACTORS}
-    found |= {f"{family.name}.vocab_size": arch.vocab, **metadata_of(words.tokenizer, arch.vocab)}
-    found |= {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
     ids = {"bos": words.bos, "eos": words.eos, "padding": words.eos}
     found |= {f"tokenizer.ggml.{end}_token_id": number for end, number in ids.items() if number is not None}
+    found |= {f"{family.name}.vocab_size": arch.vocab, **metadata_of(words.tokenizer, arch.vocab)}
     found |= {"general.quantization_version": 2} if kind == "Q8_0" else {}
     return found | ({} if words.chat_template is None else {"tokenizer.chat_template": words.chat_template})
 
