@@ -49,7 +49,7 @@ def families(draw: st.DrawFn, tp: int, moe: MoeSpec = DENSE) -> ModelSpec:
     family = model_spec(preset, **chosen)
     near = {"windows": [3, 0]} if family.windows else {}
     caps = {n: 2.0 for n in ("attention_softcap", "logit_softcap") if getattr(family, n) is not None}
-    family = evolve(family, rope_fraction=1.0 if head_dim == 2 else family.rope_fraction, **near, **caps)
+    family = evolve(family, rope_fraction=1.0 if head_dim == 2 else max(0.5, family.rope_fraction), **near, **caps)
     family = evolve(family, mlp_bias=family.mlp_bias and moe.experts == 0)
     if family.rope.kind != "none":
         family = evolve(family, rope=evolve(family.rope, original_context=6))
@@ -69,6 +69,7 @@ def quirks(draw: st.DrawFn, family: ModelSpec) -> ModelSpec:
         attention_bias=draw(flag),
         attention_out_bias=draw(st.sampled_from([None, True, False])),
         attention_scale=draw(st.sampled_from([None, 0.3])),
+        attention_clip=draw(st.sampled_from([None, 1.5])),
         attention_softcap=draw(st.sampled_from([None, 2.0])) if positions != "alibi" else None,
         logit_softcap=draw(st.sampled_from([None, 2.0])),
         positions=positions,
@@ -85,6 +86,11 @@ def quirks(draw: st.DrawFn, family: ModelSpec) -> ModelSpec:
         rope_local_theta=None,
     )
     changed = evolve(changed, post_norms=not changed.parallel and draw(flag))
+    changed = evolve(
+        changed,
+        pre_norms=not changed.post_norms or draw(flag),
+        parallel_norms=changed.parallel and draw(flag),
+    )
     if positions != "rotary":
         return changed
     kinds = ["none", "linear", "llama3", "yarn", "longrope", *(["dynamic"] if turned > 2 else [])]

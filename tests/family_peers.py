@@ -161,6 +161,26 @@ def mpt(theirs: Named, arch: Arch) -> Rows:
         yield from transposed(theirs, f"{here}/mlp/w_down", f"{there}.ffn.down_proj")
 
 
+def neox(theirs: Named, arch: Arch) -> Rows:
+    """Yield the leaves of a GPT-NeoX, whose q, k and v lie side by side head by head."""
+    yield "embed/tokens", theirs["gpt_neox.embed_in.weight"]
+    yield from norm(theirs, "norm", "gpt_neox.final_layer_norm")
+    yield "head/w", theirs["lm_head.weight"]
+    for layer in range(arch.layers):
+        here, there = f"blocks/{layer}", f"gpt_neox.layers.{layer}"
+        yield from norm(theirs, f"{here}/norm1", f"{there}.input_layernorm")
+        yield from norm(theirs, f"{here}/norm2", f"{there}.post_attention_layernorm")
+        fused = f"{there}.attention.query_key_value"
+        weight = theirs[f"{fused}.weight"].view(arch.heads, 3, arch.head_dim, arch.width)
+        bias = theirs[f"{fused}.bias"].view(arch.heads, 3, arch.head_dim)
+        for i, letter in enumerate("qkv"):
+            yield f"{here}/attn/w{letter}", weight[:, i].flatten(0, 1).t().contiguous()
+            yield f"{here}/attn/b{letter}", bias[:, i].flatten()
+        yield from transposed(theirs, f"{here}/attn/wo", f"{there}.attention.dense", f"{here}/attn/bo")
+        yield from transposed(theirs, f"{here}/mlp/w_up", f"{there}.mlp.dense_h_to_4h", f"{here}/mlp/b_up")
+        yield from transposed(theirs, f"{here}/mlp/w_down", f"{there}.mlp.dense_4h_to_h", f"{here}/mlp/b_down")
+
+
 def _like(preset: str, name: str, ours: dict[str, Any] | None = None, config: str = "", **theirs: Any) -> Peer:
     config_class, model = getattr(t, config or f"{name}Config"), getattr(t, f"{name}ForCausalLM")
     return Peer(preset, config_class, model, llama_like, ours or {}, theirs)
@@ -170,6 +190,8 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_QUARTER = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+_NEOX = {"kv_heads": None}
 _PHI3 = {"kv_heads": 2, "windows": [9]}
 _WHOLE = {"kv_heads": None, "ffn": 128}
 
@@ -211,6 +233,23 @@ PEERS: dict[str, Peer] = {
         "mpt", t.MptConfig, t.MptForCausalLM, mpt, _WHOLE | {"heads": 6, "width": 48, "ffn": 192},
         {"d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 64},
     ),
+    "mpt clipped": Peer(
+        "mpt", t.MptConfig, t.MptForCausalLM, mpt, _WHOLE | {"attention_clip": 0.5},
+        {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64, "attn_config": {"clip_qkv": 0.5}},
+    ),
+    "gpt-neox": Peer("gpt-neox", t.GPTNeoXConfig, t.GPTNeoXForCausalLM, neox, _NEOX, {"rope_parameters": _QUARTER}),
+    "gpt-neox in line": Peer(
+        "gpt-neox", t.GPTNeoXConfig, t.GPTNeoXForCausalLM, neox, _NEOX | {"parallel": False, "parallel_norms": False},
+        {"rope_parameters": _QUARTER, "use_parallel_residual": False},
+    ),
+    "stablelm": _like(
+        "stablelm", "StableLm", {"attention_bias": True, "attention_out_bias": False}, use_qkv_bias=True,
+        rope_parameters=_QUARTER,
+    ),
+    "stablelm parallel": _like(
+        "stablelm", "StableLm", {"parallel": True}, use_parallel_residual=True, rope_parameters=_QUARTER
+    ),
+    "olmo2": _like("olmo2", "Olmo2"),
     "mixtral": _like(
         "mixtral", "Mixtral", {"windows": [7], "moe": {"experts": 5}}, num_local_experts=5, sliding_window=7
     ),
@@ -222,6 +261,15 @@ PEERS: dict[str, Peer] = {
     "qwen3-moe": _like(
         "qwen3-moe", "Qwen3Moe", {"moe": {"experts": 9, "ffn": 12, "dense_layers": 1}}, num_experts=9,
         num_experts_per_tok=8, moe_intermediate_size=12, mlp_only_layers=[0], norm_topk_prob=True,
+    ),
+    "qwen2-moe mixed": _like(
+        "qwen2-moe", "Qwen2Moe", {"moe": {"experts": 6, "ffn": 12, "shared_ffn": 20, "dense_at": [1]}}, num_experts=6,
+        num_experts_per_tok=4, moe_intermediate_size=12, shared_expert_intermediate_size=20, mlp_only_layers=[1],
+        norm_topk_prob=False,
+    ),
+    "olmoe clipped": _like(
+        "olmoe", "Olmoe", {"moe": {"experts": 10}, "attention_clip": 0.5}, num_experts=10, norm_topk_prob=False,
+        clip_qkv=0.5,
     ),
     "olmoe": _like("olmoe", "Olmoe", {"moe": {"experts": 10}}, num_experts=10, norm_topk_prob=False),
 }  # fmt: skip

@@ -60,6 +60,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mpt": lambda: transformers.MptConfig(
         vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64
     ),
+    "mpt-clipped": lambda: transformers.MptConfig(
+        vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, attn_config={"clip_qkv": 0.4},
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_COMMON, **_IDS, layer_norm_eps=1e-3),
+    "gpt-neox-in-line": lambda: transformers.GPTNeoXConfig(
+        **_COMMON, **_IDS, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new",
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+    ),
+    "stablelm": lambda: transformers.StableLmConfig(**_COMMON, **_GROUPED, **_IDS, use_qkv_bias=True),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(
+        **_COMMON, **_GROUPED, **_IDS, use_parallel_residual=True
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_COMMON, **_GROUPED, **_IDS, rms_norm_eps=1e-3),
     "bloom": lambda: transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, **_IDS),
     "mixtral": lambda: transformers.MixtralConfig(**_COMMON, **_GROUPED, **_IDS, num_local_experts=4),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
@@ -73,7 +86,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_COMMON, **_GROUPED, **_IDS, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=4,
         topk_group=2, routed_scaling_factor=1.5, use_qk_norm=True, partial_rotary_factor=0.5, attention_bias=True,
     ),
+    "qwen2-moe-mixed": lambda: transformers.Qwen2MoeConfig(
+        **_COMMON | {"num_hidden_layers": 6}, **_GROUPED, **_IDS, **_EXPERTS, moe_intermediate_size=32,
+        shared_expert_intermediate_size=40, mlp_only_layers=[0, 3], decoder_sparse_step=2,
+    ),
     "olmoe": lambda: transformers.OlmoeConfig(**_COMMON, **_GROUPED, **_IDS, **_EXPERTS),
+    "olmoe-clipped": lambda: transformers.OlmoeConfig(**_COMMON, **_GROUPED, **_IDS, **_EXPERTS, clip_qkv=0.4),
 }  # fmt: skip
 
 

@@ -204,6 +204,10 @@ OLD_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a fraction beside": ("phi", {"rope_parameters": ..., "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "a base and a fraction by old names": (
+        "gpt-neox",
+        {"rope_parameters": ..., "rotary_emb_base": 10000, "rotary_pct": 0.25},
+    ),
     "experts by their old name": ("qwen3-moe", {"num_local_experts": ..., "num_experts": 4}),
     "the width by its old name": ("bloom", {"hidden_size": ..., "n_embed": 32}),
     "gelu that was tanh": ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
@@ -264,9 +268,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "scores by layer": (
         "gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True",
     ),
-    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     "a size that is not there": ("llama", {"hidden_size": ...}, "hidden_size is missing"),
-    "a dense layer among experts": ("qwen2-moe", {"mlp_only_layers": [1]}, "only the first layers"),
+    "a dense layer that is not there": ("qwen2-moe", {"mlp_only_layers": [1, 3]}, "no block 3 among 3"),
+    "dense layers that are no numbers": ("qwen2-moe", {"mlp_only_layers": [1, "2"]}, "dense_at"),
+    "queries normed by head": ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
 }  # fmt: skip
 
 

@@ -50,6 +50,16 @@ def bias(ours: str = "attention_bias", theirs: str = "attention_bias", default: 
     return key(ours, theirs, default)
 
 
+def _layer_norm(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    """Give what is added to the variance the name that it has beside a LayerNorm."""
+    return tuple(key("norm_eps", "layer_norm_eps", 1e-5) if row.ours == "norm_eps" else row for row in keys)
+
+
+def _read_residual(config: Config) -> Fields:
+    """Read whether a block is parallel, each half with a norm of its own (GPT-NeoX)."""
+    return dict.fromkeys(("parallel", "parallel_norms"), config.get("use_parallel_residual", True))
+
+
 def _attention_scale(theirs: str, default: int) -> Aspect:
     """Return the aspect of Gemma's ``query_pre_attn_scalar``, of which the scores are divided by the root."""
 
@@ -143,6 +153,39 @@ GEMMA3 = Family(
     MappingProxyType({**_GEMMA, "post_norms": True, "qk_norm": "head"}),
     MappingProxyType({"use_bidirectional_attention": False}),
 )
+OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    names.OLMO2,
+    (*common(False, 2048, eps=1e-5), bias()),
+    (SILU, rotary()),
+    MappingProxyType({"qk_norm": "width", "pre_norms": False, "post_norms": True}),
+)
+STABLELM = Family(
+    "StableLmForCausalLM",
+    "stablelm",
+    names.LLAMA,
+    (
+        *_layer_norm(common(False, 4096, 32)),
+        bias(theirs="use_qkv_bias"),
+        key("parallel", "use_parallel_residual", False),
+    ),
+    (SILU, rotary(fraction=0.25)),
+    MappingProxyType({"norm": "layer", "norm_bias": True, "attention_out_bias": False}),
+    MappingProxyType({"qk_layernorm": False}),
+)
+GPT_NEOX = Family(
+    "GPTNeoXForCausalLM",
+    "gpt_neox",
+    names.GPT_NEOX,
+    (*(row for row in _layer_norm(common(False, 2048)) if row.ours != "kv_heads"), bias(default=True)),
+    (
+        choice("mlp", "hidden_act", _GELU, "gelu"),
+        rotary(fraction=0.25, old={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}),
+        Aspect(_read_residual, lambda arch: {"use_parallel_residual": arch.parallel}),
+    ),
+    _LAYER_NORM,
+)
 GPT2 = Family(
     "GPT2LMHeadModel",
     "gpt2",
@@ -168,10 +211,7 @@ PHI = Family(
     "PhiForCausalLM",
     "phi",
     names.PHI,
-    (
-        *(row for row in common(False, 2048) if row.ours != "norm_eps"),
-        key("norm_eps", "layer_norm_eps", 1e-5),
-    ),
+    _layer_norm(common(False, 2048)),
     (choice("mlp", "hidden_act", _GELU, "gelu_new"), rotary(fraction=0.5)),
     MappingProxyType({**_LAYER_NORM, "parallel": True, "head_bias": True}),
     MappingProxyType({"qk_layernorm": False}),
@@ -187,17 +227,19 @@ PHI3 = Family(
 
 def _read_mpt(config: Config) -> Fields:
     attention = config.get("attn_config") or {}
-    only = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "clip_qkv": None, "prefix_lm": False}
+    only = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False}
     only |= {"attn_type": "multihead_attention", "kv_n_heads": None}
     if wrong := [
         f"attn_config.{n} is {attention[n]!r}" for n, value in only.items() if attention.get(n, value) != value
     ]:
         raise ValueError(f"{', '.join(wrong)}, which is not supported")
-    return {"attention_scale": attention.get("softmax_scale")}
+    clip = attention.get("clip_qkv") or None  # 0 is none, too
+    return {"attention_scale": attention.get("softmax_scale"), "attention_clip": clip}
 
 
 def _write_mpt(arch: Arch) -> dict[str, Any]:
-    return {"attn_config": {"alibi": True, "alibi_bias_max": 8, "softmax_scale": arch.attention_scale}}
+    attention = {"softmax_scale": arch.attention_scale, "clip_qkv": arch.attention_clip}
+    return {"attn_config": {"alibi": True, "alibi_bias_max": 8} | attention}
 
 
 MPT = Family(
@@ -216,6 +258,7 @@ MPT = Family(
     ),
     (Aspect(_read_mpt, _write_mpt),),
     MappingProxyType({"norm": "layer", "mlp": "gelu", "positions": "alibi"}),
+    # `transformers` computes with 4 whatever expansion_ratio says
     MappingProxyType({"no_bias": True, "logit_scale": None, "expansion_ratio": 4}),
 )
 BLOOM = Family(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ironfn.hf.dense import BLOOM, GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, MPT, PHI, PHI3, QWEN2, QWEN3
-from ironfn.hf.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from ironfn.hf import dense, mixtures
 
 FAMILIES = (
-    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, MPT, BLOOM,
-    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE,
+    dense.GPT2, dense.LLAMA, dense.MISTRAL, dense.QWEN2, dense.QWEN3, dense.GEMMA, dense.GEMMA2, dense.GEMMA3,
+    dense.PHI, dense.PHI3, dense.MPT, dense.BLOOM, dense.GPT_NEOX, dense.STABLELM, dense.OLMO2,
+    mixtures.MIXTRAL, mixtures.QWEN2_MOE, mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GLM4_MOE,
 )  # fmt: skip
 """In the order in which they are tried where a model does not say what it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import MappingProxyType
 from typing import Any
 
@@ -14,13 +15,13 @@ from ironfn.model.arch import Arch
 
 def _dense_layers(config: Config) -> Fields:
     dense = config.get("mlp_only_layers") or []
-    if dense != list(range(len(dense))):
-        raise ValueError(f"mlp_only_layers is {dense!r}, and only the first layers can be without experts")
-    return {"moe.dense_layers": len(dense)}
+    first = next(n for n in itertools.count() if n not in dense)
+    return {"moe.dense_layers": first, "moe.dense_at": [n for n in dense if type(n) is not int or n >= first]}
 
 
 def _write_dense_layers(arch: Arch) -> dict[str, Any]:
-    return {"mlp_only_layers": list(range(0 if arch.moe is None else arch.moe.dense_layers))}
+    moe = arch.moe
+    return {"mlp_only_layers": [] if moe is None else [*range(moe.dense_layers), *moe.dense_at]}
 
 
 def _moe(count: tuple[str, ...], ffn: str | None, top_k: int, aux: float) -> tuple[Key, ...]:
@@ -86,11 +87,11 @@ OLMOE = Family(
         *common(False, 4096, eps=1e-5),
         *_moe(("num_experts",), None, 8, 0.01),
         key("moe.renormalize", "norm_topk_prob", False),
+        key("attention_clip", "clip_qkv", None),
         bias(),
     ),
     (SILU, rotary()),
     MappingProxyType({"qk_norm": "width"}),
-    MappingProxyType({"clip_qkv": None}),
 )
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",

@@ -12,7 +12,8 @@ class Row:
     """Tie one tensor of theirs to the leaves of ours that it holds side by side along its outputs.
 
     theirs: its name; in a block's row what follows the block's; ``{e}`` stands for the number of an expert.
-    turned: a matrix is [out, in] there, as `nn.Linear` has it. interleaved: the leaves change with every head (BLOOM).
+    turned: a matrix is [out, in] there, as `nn.Linear` has it. interleaved: the leaves change with every head (BLOOM,
+    GPT-NeoX).
     """
 
     theirs: str
@@ -121,6 +122,14 @@ GEMMA2 = _llama_like(
         *_MLP,
     )
 )
+OLMO2 = _llama_like(
+    (
+        *norm("post_attention_layernorm", "post_norm1"),
+        *norm("post_feedforward_layernorm", "post_norm2"),
+        *_ATTENTION,
+        *_MLP,
+    )
+)
 PHI3 = _llama_like(
     (
         *_TWO_NORMS,
@@ -162,6 +171,23 @@ GPT2 = Naming(
         *linear("mlp.c_proj", "mlp/w_down", turned=False),
     ),
     (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+)
+GPT_NEOX = Naming(
+    "gpt_neox.",
+    "layers.{i}.",
+    (
+        Row("gpt_neox.embed_in.weight", ("embed/tokens",)),
+        *norm("gpt_neox.final_layer_norm", "norm"),
+        Row("embed_out.weight", ("head/w",)),
+    ),
+    (
+        *_TWO_NORMS,
+        *linear("attention.query_key_value", "attn/wq", "attn/wk", "attn/wv", interleaved=True),
+        *linear("attention.dense", "attn/wo"),
+        *linear("mlp.dense_h_to_4h", "mlp/w_up"),
+        *linear("mlp.dense_4h_to_h", "mlp/w_down"),
+    ),
+    (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)", *_ROTARY),
 )
 MPT = Naming(
     "transformer.",

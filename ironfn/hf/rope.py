@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ironfn.hf.config import Aspect, Config, Fields
@@ -72,13 +73,17 @@ def _stretched(arch: Arch) -> dict[str, Any]:
     return found | ({_ORIGINAL: rope.original_context or arch.context} if rope.kind in _KINDS[2:] else {})
 
 
-def rotary(theta: float = 10000.0, fraction: float | None = None, su: str = "") -> Aspect:
+def rotary(
+    theta: float = 10000.0, fraction: float | None = None, su: str = "", old: Mapping[str, str] = MappingProxyType({})
+) -> Aspect:
     """Return the aspect of rotary angles: their base, their stretching, and the share of a head that turns.
 
-    theta, fraction: where a config leaves them out; fraction None: the family turns whole heads.
+    theta, fraction: where a config leaves them out; fraction None: the family turns whole heads. old: other names that
+    v4 had for keys of its own.
     """
 
     def read(config: Config) -> Fields:
+        config = {new: config[name] for new, name in old.items() if name in config} | dict(config)
         parameters = _parameters(config)
         fields: Fields = {"rope_theta": _first("rope_theta", config, parameters, theta)}
         share = _first("partial_rotary_factor", config, parameters, 1.0 if fraction is None else fraction)
@@ -95,7 +100,9 @@ def rotary(theta: float = 10000.0, fraction: float | None = None, su: str = "") 
             "rope_scaling": None if plain else stretched,
             "rope_parameters": stretched | {"rope_theta": arch.rope_theta} | share,
         }
-        return config | share | ({_ORIGINAL: stretched[_ORIGINAL]} if su and not plain else {})
+        config |= share
+        config |= {name: config[new] for new, name in old.items()}
+        return config | ({_ORIGINAL: stretched[_ORIGINAL]} if su and not plain else {})
 
     return Aspect(read, write)
 

@@ -32,8 +32,10 @@ class Arch:
     norm: Literal["rms", "layer"]
     norm_eps: float
     norm_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
+    parallel_norms: bool = False
     positions: Literal["rotary", "learned", "alibi", "none"]
     rope_theta: float
     rope_fraction: float = 1.0
@@ -46,6 +48,7 @@ class Arch:
     attention_out_bias: bool | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_clip: float | None = None
     mlp_bias: bool
     norm_bias: bool
     embed_scale: bool = False
@@ -73,12 +76,18 @@ class Arch:
         return int(self.head_dim * self.rope_fraction)
 
     @property
+    def one_norm(self) -> bool:
+        """Tell whether both halves of a block read the same norm."""
+        return self.parallel and not self.parallel_norms
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
         """Return the numbers of the blocks that are mixtures of experts."""
         moe = self.moe
         if moe is None:
             return ()
-        return tuple(n for n in range(moe.dense_layers, self.layers) if (n + 1) % moe.every == 0)
+        mixtures = range(moe.dense_layers, self.layers)
+        return tuple(n for n in mixtures if (n + 1) % moe.every == 0 and n not in moe.dense_at)
 
     def has_experts(self, layer: int) -> bool:
         """Tell whether this block is a mixture of experts."""

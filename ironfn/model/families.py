@@ -58,6 +58,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "phi": _PHI,
         "phi3": _family(_FREE, windows=[2047], context=4096),
+        "gpt-neox": _family(
+            _ALL_BIASES, norm="layer", norm_eps=1e-5, positions="rotary", rope_theta=10000.0, rope_fraction=0.25,
+            parallel=True, parallel_norms=True, mlp="gelu", tied=False, context=2048,
+        ),
+        "stablelm": _family(_FREE, norm="layer", norm_bias=True, rope_fraction=0.25, context=4096),
+        "olmo2": _family(
+            _FREE, norm_eps=1e-6, rope_theta=5e5, pre_norms=False, post_norms=True, qk_norm="width", context=4096
+        ),
         "gpt2": GPT2,
         "gpt3": _family(GPT2, context=2048),
         "mpt": _family(

@@ -32,11 +32,12 @@ def shapes(arch: Arch) -> Shapes:
 
 
 def _block(arch: Arch, layer: int) -> Shapes:
-    """List a block's leaves in the order of their use; a parallel block has one norm for both halves."""
+    """List a block's leaves in the order of their use."""
     mlp = _experts(arch) if arch.has_experts(layer) else _mlp(arch)
     post1, post2 = (_norm(arch, f"post_norm{n}") if arch.post_norms else Shapes() for n in (1, 2))
-    norm2 = {} if arch.parallel else _norm(arch, "norm2")
-    return _norm(arch, "norm1") | _attention(arch) | post1 | norm2 | mlp | post2
+    norm1, norm2 = (_norm(arch, f"norm{n}") if arch.pre_norms else Shapes() for n in (1, 2))
+    norm2 = {} if arch.one_norm else norm2
+    return norm1 | _attention(arch) | post1 | norm2 | mlp | post2
 
 
 def _norm(arch: Arch, name: str) -> Shapes:

@@ -25,6 +25,10 @@ def _llama1(width: int, layers: int, heads: int, ffn: int) -> Size:
     return _of("llama", 32000, width, layers, heads, heads, ffn, norm_eps=1e-6, tied=False, context=2048)
 
 
+def _neox(vocab: int, width: int, layers: int, heads: int) -> Size:
+    return _of("gpt-neox", vocab, width, layers, heads, heads, 4 * width)
+
+
 def _smol(width: int, layers: int, heads: int, kv: int, ffn: int, **more: Any) -> Size:
     return _of("llama", 49152, width, layers, heads, kv, ffn, context=8192, tied=True, **more)
 
@@ -88,6 +92,19 @@ SIZES: Mapping[str, Size] = MappingProxyType(
         "phi-1.5": _of("phi", 51200, 2048, 24, 32, 32, 8192),
         "phi-2": _of("phi", 51200, 2560, 32, 32, 32, 10240, rope_fraction=0.4),
         "phi3-mini": _of("phi3", 32064, 3072, 32, 32, 32, 8192),
+        "pythia-70m": _neox(50304, 512, 6, 8),
+        "pythia-160m": _neox(50304, 768, 12, 12),
+        "pythia-410m": _neox(50304, 1024, 24, 16),
+        "pythia-1b": _neox(50304, 2048, 16, 8),
+        "pythia-1.4b": _neox(50304, 2048, 24, 16),
+        "pythia-2.8b": _neox(50304, 2560, 32, 32),
+        "pythia-6.9b": _neox(50432, 4096, 32, 32),
+        "pythia-12b": _neox(50688, 5120, 36, 40),
+        "gpt-neox-20b": _neox(50432, 6144, 44, 64),
+        "stablelm-3b": _of("stablelm", 50304, 2560, 32, 32, 32, 6912),
+        "olmo2-1b": _of("olmo2", 100352, 2048, 16, 16, 16, 8192),
+        "olmo2-7b": _of("olmo2", 100352, 4096, 32, 32, 32, 11008),
+        "olmo2-13b": _of("olmo2", 100352, 5120, 40, 40, 40, 13824),
         "mpt-7b": _of("mpt", 50432, 4096, 32, 32, 32, 16384),
         "mpt-30b": _of("mpt", 50432, 7168, 48, 64, 64, 28672, context=8192),
         "bloom-560m": _of("bloom", 250880, 1024, 24, 16, 16, 4096),

@@ -66,6 +66,8 @@ def _attention(x_BTD: Tensor, p: Params, arch: Arch, mesh: Mesh, attend: Mix, an
     )
     if arch.qk_norm != "none":
         q, k = (_norm_heads(x, leaf(branch(p, f"{n}_norm"), "scale"), arch, mesh) for n, x in (("q", q), ("k", k)))
+    if arch.attention_clip is not None:
+        q, k, v = (x.clamp(-arch.attention_clip, arch.attention_clip) for x in (q, k, v))
     if angles is not None:
         q, k = _rotated(q, angles), _rotated(k, angles)
     return fused.linear(attend(q, k, v).flatten(2), leaf(p, "wo"))
@@ -98,6 +100,11 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
     return x
 
 
+def _read(x: Tensor, p: Params, name: str, arch: Arch) -> Tensor:
+    """Return what a half of a block reads: x as it is where only results are normed (OLMo 2)."""
+    return _norm(x, branch(p, name), arch) if arch.pre_norms else x
+
+
 def _block(
     x: Tensor,
     p: Params,
@@ -113,12 +120,12 @@ def _block(
     p = ready(p, how, f"blocks/{layer}/")
     attn, mlp = branch(p, "attn"), branch(p, "mlp")
     seen: Seen = {}
-    normed = _norm(x, branch(p, "norm1"), arch)
+    normed = _read(x, p, "norm1", arch)
     mixed = leave(_attention(enter(normed, mesh), attn, arch, mesh, attend, angles), mesh)
     mixed = plus(mixed, maybe(attn, "bo"))
-    x = x + drop(_norm(mixed, branch(p, "post_norm1"), arch) if arch.post_norms else mixed, "attn")
-    if not arch.parallel:
-        normed = _norm(x, branch(p, "norm2"), arch)
+    start, x = x, x + drop(_norm(mixed, branch(p, "post_norm1"), arch) if arch.post_norms else mixed, "attn")
+    if not arch.one_norm:
+        normed = _read(start if arch.parallel else x, p, "norm2", arch)
     if arch.has_experts(layer):
         mixed, seen = mixture(normed, mlp, layer, arch, mesh, how, batch)
     else:

@@ -67,6 +67,7 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "model.windows": (lambda value: all(n >= 0 for n in value), "cannot hold a negative window"),
         "model.attention_scale": ABOVE_ZERO,
         "model.attention_softcap": ABOVE_ZERO,
+        "model.attention_clip": ABOVE_ZERO,
         "model.logit_softcap": ABOVE_ZERO,
         "model.dropout": BELOW_ONE,
         "model.init_std": ABOVE_ZERO,

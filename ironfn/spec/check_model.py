@@ -29,6 +29,12 @@ def model_faults(model: ModelSpec) -> Faults:
     if model.post_norms and model.parallel:
         what = "the halves of a parallel block are added at once, with no norm between; leave one of them out"
         yield _at("post_norms", "parallel"), what
+    if not model.pre_norms and not model.post_norms:
+        what = "a block needs norms before its halves, or after them (model.post_norms)"
+        yield _at("pre_norms", "post_norms"), what
+    if model.parallel_norms and not model.parallel:
+        what = "each half has a norm of its own anyway, but in a parallel block (model.parallel); leave it out"
+        yield _at("parallel_norms", "parallel"), what
     if model.attention_softcap is not None and model.positions == "alibi":
         what = "no model caps scores that alibi has changed; leave one of them out"
         yield _at("attention_softcap", "positions"), what
@@ -66,11 +72,15 @@ def _experts(model: ModelSpec) -> Faults:
     if moe.top_k > moe.experts:
         what = f"{moe.top_k} choices are more than the {moe.experts} experts (model.moe.experts)"
         yield _at("moe.top_k", "moe.experts"), what
-    if not any((n + 1) % moe.every == 0 for n in range(moe.dense_layers, model.layers)):
+    if odd := [n for n in moe.dense_at if not 0 <= n < model.layers]:
+        yield _at("moe.dense_at", "layers"), f"there is no block {odd[0]} among {model.layers} (model.layers), from 0"
+    if not any((n + 1) % moe.every == 0 and n not in moe.dense_at for n in range(moe.dense_layers, model.layers)):
         what = f"{moe.dense_layers} dense layers of {model.layers} (model.layers) leave none with experts"
+        if moe.dense_at:
+            what += ", as those of model.moe.dense_at are dense, too"
         if moe.every > 1:
             what += f", as only every {moe.every}th can be (model.moe.every)"
-        yield _at("moe.dense_layers", "moe.every", "layers"), what
+        yield _at("moe.dense_layers", "moe.every", "moe.dense_at", "layers"), what
     if model.mlp_bias:
         what = "experts have no biases; write `mlp_bias: false`, also where the preset sets it"
         yield _at("mlp_bias", "moe.experts"), what

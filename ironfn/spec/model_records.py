@@ -14,8 +14,8 @@ class MoeSpec:
     top_k: experts a token. ffn: width of one expert; None takes model.ffn. shared: experts that every token goes
     through as well, each ``shared_ffn`` wide (None: as the others); shared_gate: a sigmoid weighs them (Qwen2-MoE).
     dense_layers: this many first blocks stay dense; of the rest those whose number, from 1, is a multiple of ``every``
-    are mixtures. groups: a token chooses within the ``group_top_k`` groups whose two best experts are best together
-    (DeepSeek-V3).
+    are mixtures, but not those that dense_at lists, from 0. groups: a token chooses within the ``group_top_k`` groups
+    whose two best experts are best together (DeepSeek-V3).
     score: ``softmax`` over all experts, ``softmax_chosen`` over the chosen ones alone, or ``sigmoid``.
     renormalize: the chosen weights sum to 1. scale: what they are multiplied by at the end.
     balance: the load-balancing loss: of each ``sequence``, of the whole ``batch``, or ``none``.
@@ -31,6 +31,7 @@ class MoeSpec:
     shared_ffn: int | None = None
     shared_gate: bool = False
     dense_layers: int = 0
+    dense_at: list[int] = field(factory=list)
     every: int = 1
     groups: int = 1
     group_top_k: int = 1
@@ -77,13 +78,15 @@ class ModelSpec:
 
     vocab_size: ids that exist; None takes the tokenizer's. pad_vocab_to: the table's rows are rounded up to a multiple.
     kv_heads, head_dim, ffn: None means heads, width / heads, and the family's usual multiple of the width.
-    norm_offset: norms multiply by 1 + scale. post_norms: a norm after attention and after the feed-forward as well.
-    parallel: both halves of a block read the same norm. rope_fraction: the share of a head that is turned.
+    norm_offset: norms multiply by 1 + scale. pre_norms, post_norms: a norm before, and after, each half of a block.
+    parallel: both halves of a block read what it began with, under one norm, or, parallel_norms, each under its own.
+    rope_fraction: the share of a head that is turned.
     rope_local_theta: base of the layers that have a window; they are not stretched then.
     windows: how many tokens a layer's positions see, themselves included, repeated over the layers; 0 sees all.
     qk_norm: of queries and keys before the turn, each ``head`` alone or over their whole ``width``.
     attention_bias: of q, k and v; attention_out_bias: of o, None as the others. attention_scale: of the scores; None
     is 1 / sqrt(head_dim). attention_softcap, logit_softcap: c of c tanh(x / c) on scores and logits.
+    attention_clip: the most that a number of q, k and v may be, either way.
     embed_scale: the embeddings are multiplied by sqrt(width). embed_norm: and have a norm of their own.
     init_from: the run, checkpoint or Hugging Face directory that holds the first weights; None draws them.
     """
@@ -101,8 +104,10 @@ class ModelSpec:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
+    parallel_norms: bool = False
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     rope_theta: float = 10000.0
     rope_fraction: float = 1.0
@@ -115,6 +120,7 @@ class ModelSpec:
     attention_out_bias: bool | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_clip: float | None = None
     mlp_bias: bool = False
     norm_bias: bool = False
     embed_scale: bool = False
