@@ -25,6 +25,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 ``weight``    float32 [rows, length], 0 where nothing is learned
 ``position``  int64 [rows, length], the place inside the document
 ``segment``   int64 [rows, length], the document's number inside its row, -1 on padding; absent: one document a row
+``lengths``   int64 [rows, length], the length of each token's document; absent: as much of it as the row holds
 ``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)
 ``experts``   int64 [rows, length, layers with experts, choices], absent: the router chooses; any on padding
 """

@@ -18,13 +18,19 @@ class Look(NamedTuple):
     """Say how heads weigh what they see. A tuple, because a compiler follows its making into the forward pass.
 
     scale: of the scores; None is 1 / sqrt(head_dim). window: how many positions are seen, the own included; 0 is all.
-    softcap: c of c tanh(score / c). slopes: of ALiBi, [heads], this rank's.
+    softcap: c of c tanh(score / c). slopes: of ALiBi, [heads], this rank's. layer: the block's number, for a cache.
     """
 
     scale: float | None = None
     window: int = 0
     softcap: float | None = None
     slopes: Tensor | None = None
+    layer: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether this is what torch's kernels do by themselves."""
+        return self.scale is None and not self.window and self.softcap is None and self.slopes is None
 
 
 PLAIN = Look()
@@ -59,7 +65,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: flo
 
 def causal(q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
     """Attend over whole rows."""
-    if look is PLAIN:
+    if look.plain:
         return sdpa(q, k, v)
     window = look.window if look.window < q.shape[1] else 0
     width = q.shape[3]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ironfn.model.matmul import product, weight_grad
@@ -41,8 +42,14 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """Apply a function; for a compiler, which cannot look into one that has a ``jvp``, lay its plain form open."""
-    return (function.forward if torch.compiler.is_compiling() else function.apply)(*arguments)
+    """Apply a function, or only its plain form where nobody asks for a derivative: `apply` costs as much as a product.
+
+    A compiler cannot look into a function that has a ``jvp``: it is given the plain form, too.
+    """
+    plain = torch.compiler.is_compiling() or not (
+        torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    )
+    return (function.forward if plain else function.apply)(*arguments)
 
 
 class _RmsNorm(torch.autograd.Function):

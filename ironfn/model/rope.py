@@ -18,23 +18,48 @@ Angles: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and (negated, plain) sin, [B, T, 1, R], as `fused.rotate` takes them."""
 
 
-def angles(position_BT: Tensor, segment_BT: Tensor | None, arch: Arch, *, local: bool = False) -> Angles:
+def angles(
+    position_BT: Tensor,
+    segment_BT: Tensor | None,
+    arch: Arch,
+    *,
+    local: bool = False,
+    lengths_BT: Tensor | None = None,
+) -> Angles:
     """Return the rotary angles of these positions, in float32 whatever the model's dtype.
 
     Su et al. 2021, arXiv 2104.09864; the pairs are (i, i + R/2) as in `transformers`.
-    segment: as in `types.Batch`; kinds that depend on the length look at each document's. local: of the layers with a
-    window, where ``rope_local_theta`` is given.
+    segment, lengths: as in `types.Batch`; kinds that depend on the length look at each document's. local: of the layers
+    with a window, where ``rope_local_theta`` is given.
     """
     if local and arch.rope_local_theta is not None:
         frequency = 1.0 / arch.rope_local_theta ** _exponents(arch, position_BT.device)
         stretch = 1.0
     else:
-        frequency = _frequencies(position_BT, segment_BT, arch)
-        stretch = attention_factor(arch.rope, arch.rope.original_context or arch.context)
+        frequency = _frequencies(position_BT, segment_BT, lengths_BT, arch)
+        stretch = attention_factor(arch.rope, _original(arch))
     angle = position_BT[..., None].float() * frequency
     angle = torch.cat([-angle, angle], -1)[:, :, None]  # cos is even, sin is odd
     cos, sin = angle.cos(), angle.sin()
     return (cos, sin) if stretch == 1.0 else (cos * stretch, sin * stretch)
+
+
+def _original(arch: Arch) -> int:
+    return arch.rope.original_context or arch.context
+
+
+def regime(arch: Arch, length: int) -> int:
+    """Return what texts must have in common for the keys of one to be those of the other where they begin alike.
+
+    >>> from ironfn.model.arch import complete
+    >>> from ironfn.model.families import model_spec
+    >>> rope = RopeSpec(kind="dynamic", factor=2.0, original_context=8)
+    >>> [regime(complete(model_spec("llama", rope=rope), 10), length) for length in (5, 8, 9)]
+    [8, 8, 9]
+    """
+    if arch.positions != "rotary" or arch.rope.kind not in ("dynamic", "longrope"):
+        return 0
+    return int(length > _original(arch)) if arch.rope.kind == "longrope" else max(length, _original(arch))
 
 
 def attention_factor(rope: RopeSpec, original: int) -> float:
@@ -58,19 +83,19 @@ def _exponents(arch: Arch, device: torch.device) -> Tensor:
     return torch.arange(0, arch.rotary_dim, 2, dtype=torch.float32, device=device) / arch.rotary_dim
 
 
-def _frequencies(position: Tensor, segment: Tensor | None, arch: Arch) -> Tensor:
+def _frequencies(position: Tensor, segment: Tensor | None, known: Tensor | None, arch: Arch) -> Tensor:
     """Return what one step turns each pair by: [R/2], or [B, T, R/2] where it depends on the document."""
-    rope, original = arch.rope, arch.rope.original_context or arch.context
+    rope, original = arch.rope, _original(arch)
     exponents = _exponents(arch, position.device)
     if rope.kind == "dynamic":
         # as if trained on longer texts from the first: bloc97's NTK-aware base, for the length that there is
-        times = rope.factor * lengths(position, segment).clamp(min=original) / original - (rope.factor - 1)
+        times = rope.factor * lengths(position, segment, known).clamp(min=original) / original - (rope.factor - 1)
         theta = arch.rope_theta * times ** (arch.rotary_dim / (arch.rotary_dim - 2))
         return 1.0 / theta[..., None] ** exponents
     powers = arch.rope_theta**exponents
     if rope.kind == "longrope":
         short, long = (powers.new_tensor(factors) * powers for factors in (rope.short_factor, rope.long_factor))
-        return 1.0 / torch.where(lengths(position, segment)[..., None] > original, long, short)
+        return 1.0 / torch.where(lengths(position, segment, known)[..., None] > original, long, short)
     plain = 1.0 / powers
     if rope.kind == "linear":
         return plain / rope.factor
@@ -102,8 +127,10 @@ def _yarn(plain: Tensor, rope: RopeSpec, original: int, arch: Arch) -> Tensor:
     return plain / rope.factor * stretched + plain * (1 - stretched)
 
 
-def lengths(position: Tensor, segment: Tensor | None) -> Tensor:
-    """Return for every token the length of its document, the last position in it and 1: int64 [B, T]."""
+def lengths(position: Tensor, segment: Tensor | None, known: Tensor | None = None) -> Tensor:
+    """Return for every token the length of its document: what is known of it, or the last position in it and 1."""
+    if known is not None:
+        return known.to(position.device)
     if segment is None:
         return (position.amax(1, keepdim=True) + 1).expand_as(position)
     segment, length = segment.to(position.device), position.shape[1]

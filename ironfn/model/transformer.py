@@ -18,7 +18,7 @@ from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import copy, enter, leave, reduce
 from ironfn.model import fused
 from ironfn.model.arch import Arch
-from ironfn.model.causal import PLAIN, Look, alibi_slopes
+from ironfn.model.causal import Look, alibi_slopes
 from ironfn.model.forward import DEFAULT, Forward, ready, share
 from ironfn.model.mlp import feed_forward, maybe, plus
 from ironfn.model.moe import Seen, joined, mixture
@@ -141,16 +141,15 @@ def _look(layer: int, arch: Arch, mesh: Mesh, device: torch.device) -> Look:
         slopes = torch.tensor(alibi_slopes(arch.heads), dtype=torch.float64, device=device).chunk(mesh.tp.size)[
             mesh.tp.index
         ]
-    if not window and slopes is None and arch.attention_scale is None and arch.attention_softcap is None:
-        return PLAIN
-    return Look(arch.attention_scale, window, arch.attention_softcap, slopes)
+    return Look(arch.attention_scale, window, arch.attention_softcap, slopes, layer)
 
 
 def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> tuple[Tensor, Seen]:
     """Return the last hidden states [B, T, D] (T a share under sequence parallelism), and what the experts tell.
 
-    batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``row`` (with dropout or jitter) and ``experts``
-    as in `types.Batch`. ValueError where rows without ``position`` are longer than a context of learned positions.
+    batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``lengths``, ``row`` (with dropout or jitter) and
+    ``experts`` as in `types.Batch`. ValueError where rows without ``position`` are longer than a context of learned
+    positions.
 
     With L blocks of E experts and K choices a token, on every rank of tp the same: ``experts`` int64 [B, T, L, K], the
     choices (-1 on padding), which may be given back in the batch; ``load`` int64 [B, L, E], the tokens of each row that
@@ -166,7 +165,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     segment, dropout = batch.get("segment"), how.dropout
     attend, far, near = how.attention(segment), None, None
     if arch.positions == "rotary":
-        far = near = angles(position, segment, arch)
+        far = near = angles(position, segment, arch, lengths_BT=batch.get("lengths"))
         if arch.rope_local_theta is not None:
             near = angles(position, segment, arch, local=True)
     # Under FSDP the whole table must not outlive its use.

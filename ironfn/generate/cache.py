@@ -1,0 +1,84 @@
+"""Hold the keys and values of tokens in slots, ``size`` of them a block; `generate.blocks` says whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ironfn.mesh.axis import Mesh
+from ironfn.model.arch import Arch
+
+
+@frozen(eq=False)
+class Pool:
+    """Hold a cache's tensors: one a layer, [slots, kv_heads of this rank, head_dim].
+
+    A token at place p of block b is in slot b * size + p.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+def make_pool(
+    arch: Arch, count: int, size: int, mesh: Mesh, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Pool:
+    """Return a pool of ``count`` blocks of ``size`` tokens.
+
+    It is of zeros, because a masked product with what happens to lie in memory may be no number.
+    """
+    shape = (count * size, *_heads(arch, mesh))
+    keys, values = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(arch.layers)) for _ in range(2))
+    return Pool(keys, values)
+
+
+def _heads(arch: Arch, mesh: Mesh) -> tuple[int, int]:
+    """Return the shape of a token's keys in one layer on this rank."""
+    return arch.kv_heads // mesh.tp.size, arch.head_dim
+
+
+def token_bytes(arch: Arch, mesh: Mesh, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values in all layers, on one rank."""
+    heads, width = _heads(arch, mesh)
+    return 2 * arch.layers * heads * width * dtype.itemsize
+
+
+def blocks_within(budget: int, arch: Arch, size: int, mesh: Mesh, dtype: torch.dtype) -> int:
+    """Return how many blocks of ``size`` tokens fit a budget in bytes. ValueError where not even one does."""
+    one = size * token_bytes(arch, mesh, dtype)
+    if budget < one:
+        raise ValueError(f"a cache of {budget} bytes holds no block of {size} tokens; give it at least {one}")
+    return budget // one
+
+
+def copy_tokens(pool: Pool, copies: Sequence[tuple[int, int, int]]) -> Pool:
+    """Copy (from slot, to slot, tokens) in every layer, all at once, in the buffers of ``pool`` (donated)."""
+    if not copies:
+        return pool
+    device = pool.keys[0].device
+    source, target = (
+        torch.cat([torch.arange(copy[end], copy[end] + copy[2]) for copy in copies]).to(device) for end in (0, 1)
+    )
+    for x in (*pool.keys, *pool.values):
+        x.index_copy_(0, target, x.index_select(0, source))
+    return pool
+
+
+def stretches(table: Sequence[int], size: int, length: int) -> tuple[tuple[int, int], ...]:
+    """Return (first slot, slot behind the last) of each run of slots in which a text's ``length`` tokens lie.
+
+    >>> stretches((3, 4, 9), 16, 40)
+    ((48, 80), (144, 152))
+    """
+    found: list[tuple[int, int]] = []
+    for number, start in enumerate(range(0, length, size)):
+        first = table[number] * size
+        stop = first + min(size, length - start)
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((first, stop))
+    return tuple(found)
