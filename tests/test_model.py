@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ironfn import tree
 from ironfn.grad.value_and_grad import value_and_grad
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE
+from ironfn.model import fused
 from ironfn.model.init import shapes
 from ironfn.model.transformer import logits
 from tests import peers
@@ -57,3 +59,30 @@ def test_loss_and_gradients_equal_transformers(preset: str, fields: dict[str, An
     expected = tree.flatten(as_tree(model, arch, "grad"))
     for path, grad in tree.flatten(grads).items():
         torch.testing.assert_close(grad, expected[path], rtol=1e-4, atol=1e-5, msg=lambda m, p=path: f"{p}: {m}")
+
+
+def test_a_forward_derivative_is_there_where_gradients_are_off() -> None:
+    """The short way, for whoever asks for no derivative, must know that somebody asks for this one."""
+    generator = torch.Generator().manual_seed(0)
+    x, dx, w = (torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    with torch.no_grad(), forward_ad.dual_level():
+        value, tangent = forward_ad.unpack_dual(fused.linear(forward_ad.make_dual(x, dx), w))
+    torch.testing.assert_close(value, x @ w)
+    torch.testing.assert_close(tangent, dx @ w)
+    with torch.no_grad():
+        _, by_func = torch.func.jvp(lambda x: fused.rms_norm(x, w[0], 1e-5), (x,), (dx,))
+        rows = torch.func.vmap(torch.func.grad(lambda x: fused.rms_norm(x, w[0], 1e-5).sum()))(x)
+    _, expected = torch.func.jvp(lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w[0], (x,), (dx,))
+    torch.testing.assert_close(by_func, expected)
+    assert (rows != 0).all()
+
+
+def test_without_derivatives_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    arch = peers.make_arch("llama", 31)
+    params = peers.llama(arch)[1]
+    batch = {"tokens": torch.arange(9)[None]}
+    expected = logits(params, batch, arch, SINGLE)
+    for name in ("_Linear", "_GatedMlp", "_RmsNorm", "_Rotate"):
+        monkeypatch.setattr(getattr(fused, name), "apply", None)
+    with torch.no_grad():
+        assert torch.equal(logits(params, batch, arch, SINGLE), expected)
