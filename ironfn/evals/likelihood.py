@@ -40,7 +40,7 @@ def log_likelihoods(
     mesh: where ``params`` is a rank's part; every rank goes through all groups and yields the same.
     ValueError for a text that asks for nothing or for more than the context, or has an id that the model lacks.
     """
-    arch = _without_capacity(arch)
+    arch = arch.without_capacity()
     mesh = evolve(mesh, sequence_parallel=False)  # rows are as long as their texts: tp cannot share them out
     cuts = [[_checked(cut(text, arch.context), arch) for text in group] for group in groups]
     if _alone(cuts, arch):
@@ -56,11 +56,6 @@ def _alone(groups: Sequence[Sequence[Text]], arch: Arch) -> bool:
     """Tell whether the angles of a text depend on its length: then even equal beginnings are not alike."""
     longest = max((len(text.ids) - 1 for group in groups for text in group), default=0)
     return arch.rope.kind in ("dynamic", "longrope") and longest > (arch.rope.original_context or arch.context)
-
-
-def _without_capacity(arch: Arch) -> Arch:
-    """A row is many sequences here, so a share of the row is not the share that a capacity means."""
-    return arch if arch.moe is None else evolve(arch, moe=evolve(arch.moe, capacity=None))
 
 
 def _checked(text: Text, arch: Arch) -> Text:

@@ -97,6 +97,13 @@ class Arch:
         """Return how many tokens the positions of this block see, themselves included; 0 is all before them."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
+    def without_capacity(self) -> Arch:
+        """Return the decoder whose experts take all that choose them: for rows that are not one sequence each.
+
+        A capacity is a share of a sequence's tokens, and makes a token depend on those after it.
+        """
+        return self if self.moe is None else evolve(self, moe=evolve(self.moe, capacity=None))
+
 
 def complete(spec: ModelSpec, vocab_size: int) -> Arch:
     """Return the architecture that a spec and a tokenizer of ``vocab_size`` ids describe.
