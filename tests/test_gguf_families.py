@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 from ironfn import tree
 from ironfn.data.tokenizer import train
 from ironfn.hf import gguf_save
 from ironfn.hf.export import differences
-from ironfn.hf.gguf_families import FAMILIES, llama3_factors
+from ironfn.hf.gguf_families import FAMILIES
 from ironfn.hf.gguf_load import load_weights, open_gguf
+from ironfn.hf.gguf_rope import llama3_factors
 from ironfn.hf.gguf_save import Words, family_of, save_gguf
 from ironfn.hf.gguf_tokenizer import tokenizer_of
 from ironfn.layout.table import unshard
@@ -31,7 +34,7 @@ from ironfn.model.transformer import logits
 from ironfn.spec.records import ModelSpec, RopeSpec, TokenizerSpec
 from ironfn.types import Params
 
-from .hf_models import equal, logits_of, quiet, taken_in
+from .hf_models import CONFIGS, equal, logits_of, quiet, taken_in
 
 VOCAB = 320
 TOKENIZER = train(["import torch\n"], TokenizerSpec(vocab_size=280))
@@ -159,6 +162,49 @@ def test_a_family_that_the_loader_of_transformers_lacks_has_the_names_of_ggml(fa
         torch.testing.assert_close(other, leaf, rtol=0, atol=2e-7 if arch.norm_offset else 0)
 
 
+# our name of the family: one of the configs in hf_models
+CONVERTED = {
+    "gptneox": "gpt-neox", "stablelm": "stablelm", "olmo2": "olmo2", "mpt": "mpt-clipped", "phi3": "phi3",
+}  # fmt: skip
+
+
+def as_converted(name: str, tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Return what llama.cpp's `convert_hf_to_gguf.py` makes of a tensor: GPT-NeoX's q, k and v part by part."""
+    if "query_key_value" not in name:
+        return tensor
+    heads = config.num_attention_heads
+    return tensor.reshape(heads, 3, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("family", list(CONVERTED))
+def test_a_file_holds_the_tensors_that_llama_cpp_makes_of_the_directory(family: str, tmp_path: Path) -> None:
+    """By the names of the gguf package's map, every number the same; and back bit for bit."""
+    config = CONFIGS[CONVERTED[family]]()
+    config.vocab_size = VOCAB
+    drawn(config).save_pretrained(tmp_path)
+    params, arch = taken_in(tmp_path)
+    path = tmp_path / "model.gguf"
+    assert save_gguf(path, tree.flatten(params), arch, Words(TOKENIZER, 0, 0), "F32") == family
+    reader = gguf.GGUFReader(path)
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(kind, arch.layers)
+    expected = {
+        names.get_name(name, try_suffixes=(".weight", ".bias")): as_converted(name, tensor, config)
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    if family == "phi3":
+        rope = config.rope_parameters
+        expected |= {f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in ("long", "short")}
+        told = reader.fields["phi3.rope.scaling.attn_factor"].contents()
+        assert told == pytest.approx(math.sqrt(1 + math.log(64 / 16) / math.log(16)))
+    assert {tensor.name for tensor in reader.tensors} == expected.keys()
+    for tensor in reader.tensors:
+        assert np.array_equal(np.array(tensor.data).reshape(expected[tensor.name].shape), expected[tensor.name])
+    params_again, arch_again = again(path)
+    assert not differences(arch, arch_again)
+    equal(params_again, params)
+
+
 def llama(**more: Any) -> Arch:
     return complete(ModelSpec(vocab_size=VOCAB, width=32, layers=2, heads=4, kv_heads=2, ffn=64, **more), 1)
 
@@ -277,6 +323,28 @@ def test_a_file_that_is_not_this_model_is_refused_by_name(name: str, tmp_path: P
     edit, what = EDITS[name]
     with pytest.raises(ValueError, match=what):
         again(edited(path, edit))
+
+
+OTHER: dict[str, tuple[Any, str]] = {
+    "olmo2": (key("olmo2.attention.sliding_window", 8), "sliding_window is 8"),
+    "mpt": (key("mpt.attention.max_alibi_bias", 0.0), "max_alibi_bias is 0.0"),
+    "gptneox": (lambda keys, tensors: keys.pop("gptneox.use_parallel_residual"), "use_parallel_residual is missing"),
+    "phi3": (lambda keys, tensors: tensors.pop("rope_factors_short.weight"), "rope_factors_short is missing"),
+}
+
+
+@pytest.mark.parametrize("family", list(OTHER))
+def test_a_file_of_other_mathematics_is_refused(family: str, tmp_path: Path) -> None:
+    """OLMo 3's windows, MPT without ALiBi, and what says too little."""
+    config = CONFIGS[CONVERTED[family]]()
+    config.vocab_size = VOCAB
+    drawn(config).save_pretrained(tmp_path)
+    params, arch = taken_in(tmp_path)
+    path = tmp_path / "model.gguf"
+    save_gguf(path, tree.flatten(params), arch, Words(TOKENIZER, 0, 0), "F32")
+    edit, what = OTHER[family]
+    with pytest.raises(ValueError, match=what):
+        open_gguf(edited(path, edit))
 
 
 def test_the_parts_of_a_mesh_are_those_of_the_whole(tmp_path: Path) -> None:

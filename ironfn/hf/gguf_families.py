@@ -6,16 +6,16 @@ there are, whether q, k and v are one tensor, and what an architecture takes for
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from attrs import frozen
 
 from ironfn.hf.config import Aspect, Config, Family, Fields, Key, key
+from ironfn.hf.gguf_rope import FACTORS, LONGROPE, STRETCH, need
 from ironfn.hf.names import Naming, Row, Rows, linear, matrix, norm
 from ironfn.model.arch import Arch
-from ironfn.spec.records import RopeSpec
 
 _TOP = (
     Row("token_embd.weight", ("embed/tokens",)),
@@ -46,7 +46,7 @@ _QKV = linear("attn_qkv", "attn/wq", "attn/wk", "attn/wv")
 
 
 def _naming(rows: Rows) -> Naming:
-    return Naming("", "blk.{i}.", _TOP, rows, (r"rope_(freqs|factors_long|factors_short)\.weight",))
+    return Naming("", "blk.{i}.", _TOP, rows, (rf"({'|'.join(FACTORS)})\.weight",))
 
 
 _NAMED = _naming(_SPLIT)
@@ -70,13 +70,6 @@ _LAYER = key("norm_eps", "attention.layer_norm_epsilon")
 _THETA = key("rope_theta", "rope.freq_base", 10000.0)
 
 
-def need(config: Config, name: str) -> Any:
-    """Return a key's value. ValueError where it is missing."""
-    if name not in config:
-        raise ValueError(f"{name} is missing")
-    return config[name]
-
-
 def _head_dim(whole: bool) -> Aspect:
     """Return the aspect of a head's size and of how much of it is turned."""
 
@@ -94,57 +87,6 @@ def _head_dim(whole: bool) -> Aspect:
         return sizes | {"rope.dimension_count": arch.rotary_dim}
 
     return Aspect(read, write)
-
-
-def llama3_factors(rope: RopeSpec, theta: float, dim: int) -> list[float]:
-    """Return by how much each pair is slowed down under Llama 3.1's stretching: what ``rope_freqs.weight`` holds."""
-    found: list[float] = []
-    for i in range(0, dim, 2):
-        turns = (rope.original_context or 0) / (2 * math.pi * theta ** (i / dim))
-        part = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        part = min(1.0, max(0.0, part))
-        found.append(1 / ((1 - part) / rope.factor + part))
-    return found
-
-
-def _read_stretch(config: Config) -> Fields:
-    factors = config.get("rope_freqs")
-    kind = config.get("rope.scaling.type", "none")
-    original = config.get("rope.scaling.original_context_length")
-    if factors is not None:
-        # a file gives the factors alone: find the numbers of which they were made
-        dim, theta = 2 * len(factors), config.get("rope.freq_base", 10000.0)
-        rope = RopeSpec("llama3", round(max(factors), 4), original or 8192)
-        if any(abs(a - b) > 1e-4 * b for a, b in zip(factors, llama3_factors(rope, theta, dim), strict=True)):
-            raise ValueError("rope_freqs.weight does not hold the factors of Llama 3's stretched rotation")
-        return {"rope.kind": "llama3", "rope.factor": rope.factor, "rope.original_context": rope.original_context}
-    if kind == "none" and "rope_factors_long" not in config:
-        return {}
-    if kind == "linear":
-        return {"rope.kind": kind, "rope.factor": need(config, "rope.scaling.factor")}
-    if kind == "yarn":
-        return {
-            "rope.kind": kind,
-            "rope.factor": need(config, "rope.scaling.factor"),
-            "rope.original_context": original,
-        }
-    raise ValueError(f"a rotation stretched as {kind} with rope factors is not supported")
-
-
-def _write_stretch(arch: Arch) -> dict[str, Any]:
-    rope = arch.rope
-    if rope.kind == "llama3":
-        return {
-            "rope_freqs": llama3_factors(rope, arch.rope_theta, arch.rotary_dim),
-            "rope.scaling.original_context_length": rope.original_context,
-        }
-    if rope.kind not in ("linear", "yarn"):
-        return {}
-    found: dict[str, Any] = {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
-    return found | ({"rope.scaling.original_context_length": rope.original_context} if rope.kind == "yarn" else {})
-
-
-_STRETCH = Aspect(_read_stretch, _write_stretch)
 
 
 def _windows(pattern: tuple[bool, ...]) -> Aspect:
@@ -211,17 +153,17 @@ class GgufFamily:
 
 def _family(
     name: str, keys: tuple[Key, ...], aspects: tuple[Aspect, ...], *, naming: Naming = _NAMED, turned: bool = False,
-    tied: bool = False, **fixed: Any,
+    only: Mapping[str, Any] = MappingProxyType({}), **fixed: Any,
 ) -> GgufFamily:  # fmt: skip
-    """Return a row. tied: the head is always the embedding."""
-    only = {"tied": True} if tied else {}
+    """Return a row. only: as in `config.Family`."""
     return GgufFamily(Family(name, name, naming, keys, aspects, fixed, only, source="GGUF's keys"), turned)
 
 
-_TURN = (_head_dim(whole=True), _STRETCH)
+_TURN = (_head_dim(whole=True), STRETCH)
 _LLAMA_KEYS = (*_COMMON, _KV, _RMS, _THETA)
 _EVERY = _windows((True,))
 _GEMMA: Mapping[str, Any] = {"mlp": "geglu", "embed_scale": True, "norm_offset": True}
+_TIED: Mapping[str, Any] = {"tied": True}
 _CAPS = (
     key("attention_softcap", "attn_logit_softcapping", 50.0),
     key("logit_softcap", "final_logit_softcapping", 30.0),
@@ -232,6 +174,14 @@ _RENORMALIZED: Mapping[str, Any] = {"score": "softmax", "renormalize": True}
 _LAYERED: Mapping[str, Any] = {
     "norm": "layer", "norm_bias": True, "attention_bias": True, "mlp_bias": True, "mlp": "gelu_tanh",
 }  # fmt: skip
+_NEOX: Mapping[str, Any] = {**_LAYERED, "mlp": "gelu"}
+
+
+def _read_residual(config: Config) -> Fields:
+    return dict.fromkeys(("parallel", "parallel_norms"), need(config, "use_parallel_residual"))
+
+
+_RESIDUAL = Aspect(_read_residual, lambda arch: {"use_parallel_residual": arch.parallel})
 
 FAMILIES = (
     _family("qwen2", _LLAMA_KEYS, _TURN, **_QWEN),
@@ -243,10 +193,10 @@ FAMILIES = (
         "llama", (*_LLAMA_KEYS, *_BIASES), (*_TURN, _EVERY, _experts(_RENORMALIZED, "feed_forward_length")),
         turned=True,
     ),
-    _family("gemma", _LLAMA_KEYS, _TURN, tied=True, **_GEMMA),
+    _family("gemma", _LLAMA_KEYS, _TURN, only=_TIED, **_GEMMA),
     _family(
         "gemma2", (*_LLAMA_KEYS, *_CAPS), (*_TURN, _windows((True, False)), _gemma_scale(46)),
-        tied=True, post_norms=True, **_GEMMA,
+        only=_TIED, post_norms=True, **_GEMMA,
     ),
     _family(
         "gemma3", (*_LLAMA_KEYS, key("rope_local_theta", "rope.freq_base_swa", 10000.0)),
@@ -257,8 +207,24 @@ FAMILIES = (
         "phi2", (*_COMMON, _KV, _LAYER, _THETA), (_head_dim(whole=False),), naming=_FUSED,
         parallel=True, head_bias=True, **_LAYERED,
     ),
-    _family("phi3", _LLAMA_KEYS, (_head_dim(whole=False), _STRETCH, _EVERY), naming=_PHI3),
+    _family("phi3", _LLAMA_KEYS, (_head_dim(whole=False), LONGROPE, _EVERY), naming=_PHI3),
     _family("gpt2", (*_COMMON, _LAYER), (), naming=_FUSED, positions="learned", **_LAYERED),
+    _family(
+        "gptneox", (*_COMMON, _LAYER, _THETA), (_head_dim(whole=False), _RESIDUAL), naming=_FUSED,
+        **_NEOX,
+    ),
+    _family(
+        "stablelm", (*_COMMON, _KV, _LAYER, _THETA, _BIASES[0], key("parallel", "use_parallel_residual", False)),
+        (_head_dim(whole=False),), norm="layer", norm_bias=True, attention_out_bias=False,
+    ),
+    _family(  # with a window it is OLMo 3
+        "olmo2", _LLAMA_KEYS, _TURN, only={"attention.sliding_window": None}, pre_norms=False, post_norms=True,
+        qk_norm="width",
+    ),
+    _family(
+        "mpt", (*_COMMON, _LAYER, key("attention_clip", "attention.clamp_kqv", None)), (), naming=_FUSED,
+        only={"attention.max_alibi_bias": 8.0}, norm="layer", mlp="gelu", positions="alibi",
+    ),
     _family("bloom", (*_COMMON, _LAYER), (), naming=_FUSED, positions="alibi", embed_norm=True, **_LAYERED),
 )  # fmt: skip
 """A model is written as the first that can say it."""

@@ -14,6 +14,7 @@ from ironfn import tree
 from ironfn.hf.config import Config, read_spec
 from ironfn.hf.gguf_families import FAMILIES, GgufFamily
 from ironfn.hf.gguf_file import GgufFile, Stored, read
+from ironfn.hf.gguf_rope import FACTORS
 from ironfn.hf.links import match
 from ironfn.hf.load import Loading
 from ironfn.hf.tensors import Entry
@@ -85,10 +86,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "attn_q.bias": "blk.0.attn_q.bias" in file.tensors,
         "attn_output.bias": "blk.0.attn_output.bias" in file.tensors,
     }
-    if "rope_freqs.weight" in file.tensors:
-        own["rope_freqs"] = file.tensor("rope_freqs.weight").flatten().tolist()
-    if "rope_factors_long.weight" in file.tensors:
-        own["rope_factors_long"] = True
+    for name in FACTORS:
+        if f"{name}.weight" in file.tensors:  # the shortest decimal numbers, as `gguf_file` has them of single ones
+            own[name] = [float(str(x)) for x in file.tensor(f"{name}.weight").flatten().numpy()]
     return own
 
 

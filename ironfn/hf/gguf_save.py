@@ -18,6 +18,7 @@ from ironfn.hf.export import differences, plan
 from ironfn.hf.gguf_families import FAMILIES, GgufFamily
 from ironfn.hf.gguf_file import TYPES, package
 from ironfn.hf.gguf_load import TOLD, spec_of, straight
+from ironfn.hf.gguf_rope import FACTORS
 from ironfn.hf.gguf_tokenizer import metadata_of
 from ironfn.hf.links import Link, links
 from ironfn.model.arch import Arch, complete
@@ -25,7 +26,6 @@ from ironfn.types import Flat
 
 FILE_TYPES: Mapping[str, int] = MappingProxyType({"F32": 0, "F16": 1, "Q8_0": 7})
 """What the matrices may be written as, with the number that ``general.file_type`` has for it."""
-FACTORS = "rope_freqs"
 
 
 @frozen
@@ -56,9 +56,9 @@ def save_gguf(path: Path, leaves: Flat, arch: Arch, words: Words, kind: str = "F
     writer = gguf.GGUFWriter(aside(path), family.name)
     for key, value in metadata.items():
         writer.add_key_value(key, value, _type_of(gguf, value))
-    factors = np.array(keys.get(FACTORS, []), np.float32)
-    if factors.size:
-        writer.add_tensor_info(f"{FACTORS}.weight", factors.shape, None, factors.nbytes, types.F32)
+    factors = {name: np.array(keys[name], np.float32) for name in FACTORS if name in keys}
+    for name, values in factors.items():
+        writer.add_tensor_info(f"{name}.weight", values.shape, None, values.nbytes, types.F32)
     found = [(link, _kind_of(link, kind)) for link in links(family.family.naming, arch) if link.expert is None]
     for link, as_kind in found:
         _, block, size = TYPES[as_kind]
@@ -67,8 +67,8 @@ def save_gguf(path: Path, leaves: Flat, arch: Arch, words: Words, kind: str = "F
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if factors.size:
-        writer.write_tensor_data(factors)
+    for values in factors.values():
+        writer.write_tensor_data(values)
     for link, as_kind in found:
         numbers = straight(link.tensor, plan(link, arch, leaves, torch.float32).make(), family, arch, back=True)
         writer.write_tensor_data(quantize(numbers.reshape(_shape_of(link)).contiguous().numpy(), types[as_kind]))
@@ -79,7 +79,7 @@ def save_gguf(path: Path, leaves: Flat, arch: Arch, words: Words, kind: str = "F
 
 def _metadata(family: GgufFamily, keys: Mapping[str, Any], arch: Arch, words: Words, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"general.file_type": FILE_TYPES[kind]}
-    found |= {f"{family.name}.{key}": value for key, value in keys.items() if key != FACTORS}
+    found |= {f"{family.name}.{key}": value for key, value in keys.items() if key not in FACTORS}
     ids = {"bos": words.bos, "eos": words.eos, "padding": words.eos}
     found |= {f"tokenizer.ggml.{end}_token_id": number for end, number in ids.items() if number is not None}
     found |= {f"{family.name}.vocab_size": arch.vocab, **metadata_of(words.tokenizer, arch.vocab)}
