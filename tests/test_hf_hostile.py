@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
+from ironfn.hf.config import family_of, read_spec
 from ironfn.hf.directory import describe
+from ironfn.hf.families import FAMILIES
 from ironfn.hf.untrusted import open_inside
 
 from . import hf_hostile
-from .hf_models import model_of, quiet, taken_in
+from .hf_models import CONFIGS, model_of, quiet, taken_in
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,3 +102,32 @@ def test_all_are_refused_in_little_memory(good: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 500e6
+
+
+ODD: tuple[Any, ...] = (None, True, 0, -1, 1.5, 10**30, "yarn", [None], {"a": 1})
+
+
+def changed(config: dict[str, Any], every: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config with each of its values, at any depth, made odd: all ways for an object, two for the others."""
+    for number, (key, value) in enumerate(config.items()):
+        deep = isinstance(value, dict)
+        for odd in ODD if deep else (ODD[number % len(ODD)], ODD[(number + 4) % len(ODD)]):
+            yield config | {key: odd}
+        if deep:
+            own = {inner: x for inner, x in value.items() if inner not in every}
+            yield from (config | {key: inner} for inner in changed(own, every))
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_config_of_odd_values_is_read_or_refused_and_nothing_else(name: str) -> None:
+    every = transformers.PretrainedConfig().to_dict()  # what all have, such as id2label, is nothing to us
+    own = {key: value for key, value in CONFIGS[name]().to_dict().items() if key not in every}
+    config = json.loads(json.dumps(own)) | {"architectures": [model_of(name).__class__.__name__]}
+    read_spec(config, family_of(config, FAMILIES))
+    refused = 0
+    for odd in changed(config, every):
+        try:
+            read_spec(odd, family_of(odd, FAMILIES))
+        except ValueError:
+            refused += 1
+    assert refused >= 10

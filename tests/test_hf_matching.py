@@ -272,6 +272,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a dense layer that is not there": ("qwen2-moe", {"mlp_only_layers": [1, 3]}, "no block 3 among 3"),
     "dense layers that are no numbers": ("qwen2-moe", {"mlp_only_layers": [1, "2"]}, "dense_at"),
     "queries normed by head": ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
+    "a factor for nothing": ("llama", {"rope_scaling": {"factor": 8.0}}, "has factor, but no rope_type"),
+    "a length that is not there": (
+        "phi3", {"max_position_embeddings": ...}, "max_position_embeddings None over original_max_position_embeddings",
+    ),
+    "angles that are a word": ("gemma3", {"rope_parameters": "yarn"}, "rope_parameters is 'yarn', not an object"),
+    "attention that is a word": ("mpt", {"attn_config": "flash"}, "attn_config is 'flash', not an object"),
 }  # fmt: skip
 
 

@@ -138,6 +138,14 @@ def _is_float(dotted: str) -> bool:
     return kind in (float, float | None)
 
 
+def section(config: Config, name: str) -> dict[str, Any]:
+    """Return an object that a config holds under this name; {} where it is absent or empty. ValueError for a value."""
+    found = config.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is {str(found)[:80]!r}, not an object")
+    return found
+
+
 def write_config(arch: Arch, family: Family) -> dict[str, Any]:
     """Return the keys of a config.json that this family's table has of an architecture.
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ironfn.hf import names
-from ironfn.hf.config import Aspect, Config, Family, Fields, Key, choice, key
+from ironfn.hf.config import Aspect, Config, Family, Fields, Key, choice, key, section
 from ironfn.hf.rope import (
     GEMMA2_WINDOWS,
     GEMMA3_ROTARY,
@@ -226,7 +226,7 @@ PHI3 = Family(
 
 
 def _read_mpt(config: Config) -> Fields:
-    attention = config.get("attn_config") or {}
+    attention = section(config, "attn_config")
     only = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False}
     only |= {"attn_type": "multihead_attention", "kv_n_heads": None}
     if wrong := [

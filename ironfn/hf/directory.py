@@ -144,7 +144,7 @@ def export_model(
     same = before.get("model_type") == out.family.model_type
     kind = dtype or max(leaves.values(), key=lambda x: x.numel()).dtype
     name = str(kind).removeprefix("torch.")
-    config = (before if same else _ids(eos)) | out.config | {"dtype": name, "torch_dtype": name}
+    config = (before if same else _ids(eos, carried)) | out.config | {"dtype": name, "torch_dtype": name}
     config.pop("_name_or_path", None)
     files = _made(tokenizer, eos, arch) | dict(carried) | {CONFIG: _json(config)}
     with whole_directory(path) as aside:
@@ -162,8 +162,11 @@ def _made(tokenizer: bytes | None, eos: int | None, arch: Arch) -> dict[str, byt
     return ids | {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _json(_tokenizer_config(tokenizer, eos, arch))}
 
 
-def _ids(eos: int | None) -> dict[str, Any]:
-    return {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": None}
+def _ids(eos: int | None, carried: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the ids of a config that is new; what the model came with, such as a GGUF's, counts first."""
+    told = parse_json(carried[GENERATION], GENERATION) if GENERATION in carried else {}
+    made = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": None}
+    return made | {name: told[name] for name in made if name in told}
 
 
 def _json(value: Any) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ironfn.hf.config import Aspect, Config, Fields
+from ironfn.hf.config import Aspect, Config, Fields, section
 from ironfn.model.arch import Arch
 
 _NAMES = (
@@ -27,9 +27,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def _parameters(config: Config) -> dict[str, Any]:
     """Return what says how angles are stretched: v5's rope_parameters, v4's rope_scaling, or nothing."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"rope_parameters is {found!r}, not an object")
+    found = section(config, "rope_scaling") or section(config, "rope_parameters")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -37,6 +35,8 @@ def _stretch(parameters: Mapping[str, Any], config: Config, su: str) -> Fields:
     """Return the fields of ``rope``. su: what the old names ``su`` and ``yarn`` of Phi-3 mean."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
+        if left := parameters.keys() & {*_NAMES}:
+            raise ValueError(f"rope_parameters has {', '.join(sorted(left))}, but no rope_type that says for what")
         return {}
     kind = su if su and kind in ("su", "yarn") else kind
     if kind not in _KINDS:
@@ -52,8 +52,14 @@ def _stretch(parameters: Mapping[str, Any], config: Config, su: str) -> Fields:
         original = known.get(_ORIGINAL, config.get("max_position_embeddings"))
         fields["rope.original_context"] = original
         if kind == "longrope" and "factor" not in known:
-            fields["rope.factor"] = config["max_position_embeddings"] / original
+            fields["rope.factor"] = _ratio(config.get("max_position_embeddings"), original)
     return fields
+
+
+def _ratio(longest: Any, original: Any) -> float:
+    if any(type(length) is not int or length < 1 for length in (longest, original)):
+        raise ValueError(f"max_position_embeddings {longest!r} over {_ORIGINAL} {original!r} is no factor of longrope")
+    return longest / original
 
 
 def _stretched(arch: Arch) -> dict[str, Any]:
@@ -114,13 +120,13 @@ def _first(name: str, config: Config, parameters: Mapping[str, Any], default: An
 
 def read_gemma3(config: Config) -> Fields:
     """Return Gemma 3's angles: one base for the layers with a window, another, which may be stretched, for the rest."""
-    nested = config.get("rope_parameters") or {}
-    whole = config.get("rope_scaling") or nested.get("full_attention") or {}
-    local = nested.get("sliding_attention") or {}
+    nested = section(config, "rope_parameters")
+    full, local = section(nested, "full_attention"), section(nested, "sliding_attention")
+    whole = section(config, "rope_scaling") or full
     if local.get("rope_type", "default") != "default":
         raise ValueError("rope_parameters stretch the layers with a window, and only the others can be")
     return {
-        "rope_theta": _first("rope_theta", config, nested.get("full_attention") or {}, 1_000_000.0),
+        "rope_theta": _first("rope_theta", config, full, 1_000_000.0),
         "rope_local_theta": local.get("rope_theta", config.get("rope_local_base_freq", 10_000.0)),
     } | _stretch({name: value for name, value in whole.items() if value is not None}, config, "")
 
