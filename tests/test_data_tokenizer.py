@@ -11,17 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ironfn.data.decode import stream
 from ironfn.data.tokenizer import CONTROLS, Vocabulary, byte_lengths, encode_around, load, pieces, train
 from ironfn.data.tokenizer import encode as encode_batches
 from ironfn.spec.records import TokenizerSpec
 
 CORPUS = [f"def name_{i}(x):\n    return x + {i}  # und für déjà vu 漢字 😀\n" * 5 for i in range(40)]
 
-# How GPT-2 writes bytes as characters: printable ones as themselves, the others from 256 on, in order.
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + n) for n, byte in enumerate(OTHERS)}
 KINDS = ("bpe", "wordpiece", "unigram")
 
 
@@ -226,33 +221,6 @@ def test_cutting_changes_no_token_of_published_patterns(tmp_path: Path) -> None:
         parts = pieces(text, vocabulary, 100)
         assert len(parts) > len(text) / 200
         assert [i for ids in encode(vocabulary, parts) for i in ids] == encode(vocabulary, [text])[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
-@given(data=st.data())
-def test_streamed_pieces_join_to_the_whole(trained: dict[str, Vocabulary], kind: str, data: st.DataObject) -> None:
-    vocabulary = trained[kind]
-    real = encode(vocabulary, [data.draw(st.text(alphabet="a 😀漢é\ufffd"))])[0]
-    ids = data.draw(st.lists(st.integers(0, vocabulary.size - 1), max_size=12) | st.just(real))
-    whole = vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
-    assert "".join(stream(vocabulary.tokenizer, ids)) == whole
-
-
-def test_half_characters_are_held_back_and_flushed(trained: dict[str, Vocabulary]) -> None:
-    tokenizer = trained["bpe"].tokenizer
-    ids = [i for byte in "x😀漢".encode() for i in [tokenizer.token_to_id(BYTES[byte])]]
-    assert len(ids) == 8
-    assert list(stream(tokenizer, ids)) == ["x", "😀", "漢"]
-    assert list(stream(tokenizer, ids[:3])) == ["x", "\ufffd"]
-    assert list(stream(tokenizer, [])) == []
-
-
-def test_streaming_keeps_the_spaces_of_a_tokenizer_that_strips_the_first(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab={"▁a": 0, "b": 1, "</s>": 2}, merges=[], unk_token="</s>"))
-    tokenizer.decoder = decoders.Metaspace()
-    assert tokenizer.decode([0, 1, 0, 0]) == "ab a a"
-    assert list(stream(tokenizer, [0, 1, 0, 0])) == ["a", "b", " a", " a"]
 
 
 def test_batches_keep_their_order(trained: dict[str, Vocabulary], monkeypatch: pytest.MonkeyPatch) -> None:
