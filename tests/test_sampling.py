@@ -203,7 +203,7 @@ def test_log_probabilities_are_those_of_the_untouched_distribution(temperature: 
     exact = (exact / (temperature or 1.0)).log_softmax(-1)
     for row, (i, value) in enumerate(zip(drawn.ids, drawn.log_probs, strict=True)):
         assert value == pytest.approx(float(exact[row, i]), rel=1e-6, abs=1e-6)
-    for row, best in enumerate(top_log_probs(logits, 5, [temperature] * 4)):
+    for row, best in enumerate(top_log_probs(logits, 5, asks)):
         likeliest = logits[row].topk(5).indices
         assert [i for i, _ in best] == likeliest.tolist()
         assert [value for _, value in best] == pytest.approx(exact[row, likeliest].tolist(), rel=1e-6, abs=1e-6)
@@ -211,7 +211,7 @@ def test_log_probabilities_are_those_of_the_untouched_distribution(temperature: 
 
 def test_the_log_probability_of_the_field_notes() -> None:
     """Logits [2, 0] at temperature 0.5, id 0: -0.018150."""
-    value = top_log_probs(torch.tensor([[2.0, 0.0]]), 9, [0.5])[0]
+    value = top_log_probs(torch.tensor([[2.0, 0.0]]), 9, [Ask(Sampling(0.5), (), 0)])[0]
     assert value[0] == (0, pytest.approx(-0.018150, abs=1e-6))
     assert len(value) == 2
 

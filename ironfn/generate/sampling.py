@@ -92,17 +92,17 @@ def draw(logits: Tensor, asks: Sequence[Ask]) -> Drawn:
     if by_chance := [r for r, ask in enumerate(asks) if ask.sampling.temperature > 0]:
         chosen |= zip(by_chance, _by_chance(_rows(scores, by_chance), [asks[r] for r in by_chance]), strict=True)
     ids = [chosen[r] for r in range(len(asks))]
-    log_probs = _tempered(logits, _temperatures(asks)).log_softmax(-1)
+    log_probs = _tempered(logits, asks).log_softmax(-1)
     return Drawn(ids, log_probs.gather(1, _column(ids, logits, torch.int64))[:, 0].tolist())
 
 
-def top_log_probs(logits: Tensor, count: int, temperatures: Sequence[float]) -> list[tuple[tuple[int, float], ...]]:
+def top_log_probs(logits: Tensor, count: int, asks: Sequence[Ask]) -> list[tuple[tuple[int, float], ...]]:
     """Return the ``count`` likeliest ids of each row with their log-probabilities, which are those of ``draw``.
 
-    logits: float32 [rows, vocab]. temperatures: one a row. The likeliest first; fewer where the vocabulary is smaller.
+    logits: float32 [rows, vocab]. The likeliest first; fewer where the vocabulary is smaller.
     """
     best = logits.topk(min(count, logits.shape[1])).indices
-    log_probs = _tempered(logits, temperatures).log_softmax(-1).gather(1, best)
+    log_probs = _tempered(logits, asks).log_softmax(-1).gather(1, best)
     return [tuple(zip(*row, strict=True)) for row in zip(best.tolist(), log_probs.tolist(), strict=True)]
 
 
@@ -114,15 +114,12 @@ def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.fl
     return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
 
 
-def _temperatures(asks: Sequence[Ask]) -> list[float]:
-    return [ask.sampling.temperature for ask in asks]
-
-
-def _tempered(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return the scores over their temperature (0: 1) but for a constant a row; softmax sums it alone as in company."""
-    if all(t in (0, 1) for t in temperatures):
+def _tempered(scores: Tensor, asks: Sequence[Ask]) -> Tensor:
+    """Return the scores over their temperature, but for a constant a row. softmax sums each row in the same order."""
+    temperatures = [ask.sampling.temperature or 1.0 for ask in asks]
+    if all(t == 1 for t in temperatures):
         return scores
-    at = _column([max(t, 1e-30) if t else 1.0 for t in temperatures], scores, torch.float32)  # in which 1e-320 is 0
+    at = _column([max(t, 1e-30) for t in temperatures], scores, torch.float32)  # in which 1e-320 is 0
     return (scores - scores.amax(1, keepdim=True)) / at
 
 
@@ -159,7 +156,7 @@ def _to_sort(sampling: Sampling, vocab: int) -> int:
 
 
 def _among_all(scores: Tensor, asks: Sequence[Ask]) -> list[int]:
-    return _pick(_tempered(scores, _temperatures(asks)).softmax(-1), asks).tolist()
+    return _pick(_tempered(scores, asks).softmax(-1), asks).tolist()
 
 
 def _among_best(scores: Tensor, asks: Sequence[Ask], width: int) -> list[int]:
@@ -170,11 +167,11 @@ def _among_best(scores: Tensor, asks: Sequence[Ask], width: int) -> list[int]:
     bounded = counts < vocab
     least = best.values.gather(1, counts.clamp(max=width) - 1)
     over = (best.values - best.values[:, :1]).double()
-    weights = (over / _column(_temperatures(asks), over)).exp() * (best.values >= least)
+    weights = (over / _column([ask.sampling.temperature for ask in asks], over)).exp() * (best.values >= least)
     cumulative = weights.cumsum(1)
     total = cumulative[:, -1:]
     if not bounded.all():  # as a multiple of the likeliest one's, which is 1 among these weights
-        whole = (-_tempered(scores, _temperatures(asks)).log_softmax(-1).amax(1, keepdim=True)).double().exp()
+        whole = (-_tempered(scores, asks).log_softmax(-1).amax(1, keepdim=True)).double().exp()
         total = torch.where(bounded, total, whole)
     share = _column([ask.sampling.top_p if ask.sampling.top_p < 1 else math.inf for ask in asks], scores)
     kept = F.pad(cumulative[:, :-1], (1, 0)) < share * total  # those before it do not reach top-p
