@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,12 +124,56 @@ def _part(part: bytes, path: Path, line: int) -> Item:
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Item]:
-    for row in rows(path):
+    for row in _lines(path):
         yield _field(row.value, text, row.place) if isinstance(row, Row) else row
 
 
 def rows(path: Path) -> Iterator[Row | Bad | Blank]:
-    """Yield the rows of a JSON Lines file (plain or .gz), in its order. OSError where it cannot be read."""
+    """Yield the rows of a file in its order: parquet, a JSON list (.json), else JSON Lines, these two plain or .gz.
+
+    ValueError where the file as a whole cannot be read.
+    """
+    name = path.name.lower().removesuffix(".gz")
+    try:
+        if name.endswith(".parquet"):
+            yield from _table(path)
+        elif name.endswith(".json"):
+            yield from _list(path)
+        else:
+            yield from _lines(path)
+    except (EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"{path}: cannot be read to its end: {error}; restore the file") from error
+
+
+def _list(path: Path) -> Iterator[Row | Bad | Blank]:
+    """Read a list of rows, each with the line that it begins on; a .json that begins with no list holds a row a line.
+
+    After what is no JSON nothing more of the list can be told, so that is a ValueError.
+    """
+    with _open(path) as file:
+        data = file.read().removeprefix(_BOM)
+    if not data.lstrip().startswith(b"["):
+        yield from _lines(path)
+        return
+    decoder, gap = json.JSONDecoder(), re.compile(r"\s*,?\s*")
+    at = line = 1
+    try:
+        text = data.decode().strip()
+        line += data[: len(data) - len(data.lstrip())].count(10)
+        while (start := gap.match(text, at).end()) < len(text) - 1:  # pyright: ignore[reportOptionalMemberAccess]
+            line += text.count("\n", at, start)
+            value, at = decoder.raw_decode(text, start)
+            yield Row(value, f"{path}:{line}")
+            line += text.count("\n", start, at)
+        json.loads("[" + text[start:])
+    except UnicodeDecodeError as error:
+        place = f"{path}:{1 + data.count(10, 0, error.start)}"
+        raise ValueError(f"{place}: invalid UTF-8: byte 0x{data[error.start]:02X}; restore the file") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path}:{line}: the list ends here in what is no JSON: {error}; restore the file") from error
+
+
+def _lines(path: Path) -> Iterator[Row | Bad | Blank]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             data = line.removeprefix(_BOM) if number == 1 else line
@@ -159,6 +204,12 @@ def _field(row: Any, text: str, place: str) -> Item:
 
 
 def _parquet(path: Path, text: str) -> Iterator[Item]:
+    for row in _table(path, text):
+        yield _field(row.value, text, row.place)
+
+
+def _table(path: Path, column: str | None = None) -> Iterator[Row]:
+    """Yield the rows of a parquet file, or one column of them."""
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
         arrow: Any = importlib.import_module("pyarrow")
@@ -167,14 +218,14 @@ def _parquet(path: Path, text: str) -> Iterator[Item]:
     try:
         with parquet.ParquetFile(path) as file:
             names: list[str] = file.schema_arrow.names
-            if text not in names:
+            if column is not None and column not in names:
                 raise ValueError(
-                    f"{path}: no column {text!r}; the columns are {', '.join(names)}; set the set's `text`"
+                    f"{path}: no column {column!r}; the columns are {', '.join(names)}; set the set's `text`"
                 )
             number = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=256, columns=None if column is None else [column]):
+                for value in batch.to_pylist():
                     number += 1
-                    yield _field({text: value}, text, f"{path}:row {number}")
+                    yield Row(value, f"{path}:row {number}")
     except arrow.ArrowException as error:
         raise ValueError(f"{path}: not a whole parquet file: {error}") from error
