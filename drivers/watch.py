@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,9 @@ from attrs import asdict, define, evolve
 from tokenizers import Tokenizer
 
 from ironfn.algo.step import Metrics, State
-from ironfn.generate.sampling import continuation, sampler
+from ironfn.generate import engine
+from ironfn.generate.engine import Request, Token, complete
+from ironfn.generate.sampling import Sampling
 from ironfn.mesh.axis import Mesh
 from ironfn.model.counting import flops_per_token, parameters
 from ironfn.report.evaluation import bits_per_byte, evaluate, target_bytes
@@ -112,8 +114,7 @@ class Watch:
                 found = evaluate(job.eval_loss, state.model, batches, job.mesh, data.byte_lengths)
                 if self.voice is not None:
                     self.voice.evaluation(EvaluationRow.of(found, step=state.step, seconds=self.meter.seconds))
-            for number, prompt in enumerate(job.spec.report.prompts):
-                text = self._continue(state, number, prompt)
+            for prompt, text in zip(job.spec.report.prompts, self._continued(state), strict=True):
                 if self.voice is not None:
                     self.voice.sample(state.step, prompt, text)
 
@@ -122,15 +123,26 @@ class Watch:
         if self.voice is not None:
             self.voice.rows.sync()
 
-    def _continue(self, state: State, number: int, prompt: str) -> str:
-        job = self.job
-        ids = [job.train.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
-        choose = sampler(0.8, 50, job.spec.train.seed, number)
-        new = continuation(
-            state.model, job.arch, ids, job.spec.report.sample_tokens, choose,
-            stop=frozenset([job.train.eos]), window=job.spec.data.length, how=job.how, mesh=job.mesh,
-        )  # fmt: skip
-        return self.tokenizer.decode(list(new))
+    def _continued(self, state: State) -> list[str]:
+        """Return what the model writes after each prompt: all ranks together, all prompts at once.
+
+        A text goes no further than the rows that the model is trained on, half of which at most is the prompt's end.
+        """
+        job, spec, length = self.job, self.job.spec, self.job.spec.data.length
+        requests: list[Request] = []
+        for number, prompt in enumerate(spec.report.prompts):
+            ids = [job.train.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids][-max(length // 2, 1) :]
+            limit = min(spec.report.sample_tokens, length + 1 - len(ids))
+            sampling, stop = Sampling(0.8, top_k=50, seed=spec.train.seed), frozenset([job.train.eos])
+            requests.append(
+                Request(key=number, prompt=tuple(ids), limit=limit, sampling=sampling, stop=stop, stream=(number,))
+            )
+        new: dict[Hashable, list[int]] = {request.key: [] for request in requests}
+        model = engine.Generator(params=state.model, arch=job.arch, how=job.how, mesh=job.mesh)
+        for event in complete(model, requests):
+            if isinstance(event, Token):
+                new[event.key].append(event.id)
+        return [self.tokenizer.decode(ids) for ids in new.values()]
 
 
 def seen(

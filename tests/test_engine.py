@@ -135,6 +135,7 @@ def test_a_continuation_ends_where_it_should() -> None:
     ended = list(complete(generator, [Request(key=0, prompt=PROMPT, limit=9, sampling=GREEDY, stop=frozenset([stop]))]))
     assert ids_of(ended) == whole[: whole.index(stop) + 1]
     assert ended[-1] == End(0, 0, "stop")
+    assert list(complete(generator, [])) == []
     short = list(complete(generator, [Request(key=0, prompt=PROMPT, limit=2, sampling=GREEDY)]))
     assert (ids_of(short), short[-1]) == (whole[:2], End(0, 0, "length"))
 

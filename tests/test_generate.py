@@ -1,178 +1,134 @@
-"""Greedy decoding equals `transformers.generate`; draws follow the seed; the window is what the model looks at."""
+"""Every mesh writes what one process writes, on every rank, whatever its share of the weights."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from ironfn import tree
-from ironfn.generate.sampling import continuation, greedy, sampler
+from ironfn.generate import engine as engines
+from ironfn.generate.engine import Event, Generator, Limits, Request, Token, complete
+from ironfn.generate.sampling import Sampling
+from ironfn.layout.fsdp import fetch, shard_table
 from ironfn.layout.table import shard
 from ironfn.mesh import fake
-from ironfn.mesh.axis import SINGLE
+from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch
+from ironfn.model.forward import Forward
+from ironfn.model.init import shapes
 from ironfn.model.tables import table
 from ironfn.model.transformer import logits
+from ironfn.spec.records import MoeSpec
 from ironfn.types import Params
+from property_tests.strategies import params_of
 from tests import peers
 
-CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("llama", {}),
-    ("llama", {"kv_heads": 1, "tied": False, "pad_vocab_to": 16}),
-    ("gpt2", {}),
-)
-PROMPT = [5, 17, 3, 64]
+PROMPT = (5, 17, 3, 64)
 
 
-def a_model(preset: str = "llama", **fields: Any) -> tuple[Arch, Any, Params]:
-    arch = peers.make_arch(preset, 101, **fields)
-    model, params = getattr(peers, preset)(peers.make_arch(preset, 101, **(fields | {"pad_vocab_to": 1})))
-    return arch, model, padded(params, arch)
+def a_model(**fields: Any) -> tuple[Arch, Params]:
+    """Return a Llama in float64, whose vocabulary is padded with rows that would win every choice."""
+    arch = peers.make_arch("llama", 101, **({"kv_heads": 2, "tied": False, "pad_vocab_to": 16} | fields))
+    params = tree.map(torch.Tensor.double, params_of(arch))
+    table = params["embed"]["tokens"] if arch.tied else params["head"]["w"]  # pyright: ignore
+    table[arch.vocab :] = 100.0  # pyright: ignore
+    return arch, params
 
 
-def padded(params: Params, arch: Arch) -> Params:
-    """Give the tables the rows that the padding of the vocabulary adds, filled with what must never be chosen."""
-    extra = torch.full((arch.rows - arch.vocab, arch.width), 100.0)
-    for branch, name in (("embed", "tokens"), ("head", "w")):
-        if branch in params:
-            params[branch][name] = torch.cat([params[branch][name], extra])  # pyright: ignore
-    return params
+def requests() -> list[Request]:
+    """Greedy and by chance, two continuations of one prompt, a prompt that begins like another, the likeliest told."""
+    by_chance = Sampling(temperature=1.0, top_k=20, seed=4)
+    return [
+        Request(key="greedy", prompt=PROMPT, limit=12, sampling=Sampling(temperature=0), top=3),
+        Request(key="drawn", prompt=tuple(range(9)), limit=10, sampling=by_chance, n=2),
+        Request(key="alike", prompt=(*range(8), 50), limit=10, sampling=by_chance, stream=("another",)),
+    ]
 
 
-@pytest.mark.parametrize(("preset", "fields"), CASES)
-@pytest.mark.parametrize("prompt", [PROMPT, [0]])
-def test_greedy_is_transformers(preset: str, fields: dict[str, Any], prompt: list[int]) -> None:
-    arch, model, params = a_model(preset, **fields)
-    theirs = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=24,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    ours = list(continuation(params, arch, prompt, 24, greedy))
-    assert ours == theirs[0, len(prompt) :].tolist()
-    assert all(0 <= i < arch.vocab for i in ours)
+def written(events: list[Event]) -> list[Any]:
+    """Return all that was told, log-probabilities apart."""
+    return [(e.key, e.number, e.id, *(i for i, _ in e.top)) if isinstance(e, Token) else e for e in events]
 
 
-def test_it_ends_after_a_stop_id_and_not_before() -> None:
-    arch, _, params = a_model()
-    whole = list(continuation(params, arch, PROMPT, 12, greedy))
-    end = whole[5]
-    first = whole.index(end)
-    assert list(continuation(params, arch, PROMPT, 12, greedy, stop=frozenset([end]))) == whole[: first + 1]
-    assert list(continuation(params, arch, PROMPT, 0, greedy)) == []
+def log_probs(events: list[Event]) -> list[float]:
+    """Return every log-probability that was told: of what was chosen, and of the likeliest."""
+    return [x for e in events if isinstance(e, Token) for x in (e.log_prob, *(value for _, value in e.top))]
 
 
-def test_it_is_lazy() -> None:
-    arch, _, params = a_model()
-    endless = continuation(params, arch, PROMPT, 10**9, greedy)
-    assert [next(endless) for _ in range(3)] == list(continuation(params, arch, PROMPT, 3, greedy))
+def told(generator: Generator, **limits: int) -> list[Event]:
+    return list(complete(generator, requests(), limits=Limits(**limits), size=4))
 
 
-@pytest.mark.parametrize("preset", ["llama", "gpt2"])
-def test_the_window_is_all_that_the_model_looks_at(preset: str) -> None:
-    """Each id is the best one after the last ``window`` ids, alone in a forward pass; also past the context."""
-    arch, _, params = a_model(preset, context=8)
-    for window, wide in ((3, 3), (None, 8), (99, 8)):
-        ids = list(PROMPT)
-        for new in continuation(params, arch, PROMPT, 14, greedy, window=window):
-            seen = torch.tensor([ids[-wide:]])
-            assert new == int(logits(params, {"tokens": seen}, arch, SINGLE)[0, -1].argmax())
-            ids.append(new)
+EXPERTS = MoeSpec(experts=4, capacity=1.0)
+MESHES: dict[str, dict[str, Any]] = {
+    **{mesh: {} for mesh in ("tp 2", "tp 2 sp", "dp 2", "dp 2 tp 2", "dp 2 fsdp", "dp 2 tp 2 fsdp")},
+    **{mesh: {"moe": EXPERTS} for mesh in ("ep 2", "ep 2 tp 2 sp", "dp 2 ep 2 fsdp")},
+    "dp 4 fsdp": {"tied": True},
+    "dp 2 tp 2 sp fsdp": {"tied": True, "moe": EXPERTS},
+}
 
 
-def test_a_draw_depends_on_the_seed_the_stream_and_its_number_alone() -> None:
-    arch, _, params = a_model()
-
-    def drawn(*stream: int) -> list[int]:
-        return list(continuation(params, arch, PROMPT, 20, sampler(1.0, 50, *stream)))
-
-    torch.manual_seed(1)
-    once = drawn(0, 1)
-    torch.manual_seed(2)
-    assert drawn(0, 1) == once
-    assert drawn(0, 2) != once
-    assert drawn(1, 1) != once
-    choose = sampler(1.0, 50, 0)
-    flat = torch.zeros(100)
-    assert [choose(flat, n) for n in (2, 0, 1)] == [choose(flat, n) for n in (2, 0, 1)]
-    assert len({choose(flat, n) for n in range(50)}) > 10
-
-
-def test_sampling_takes_each_id_as_often_as_its_probability_says() -> None:
-    """Logits ln(4, 3, 2, 1): at temperature 1 the shares are 0.4, 0.3, 0.2, 0.1; at 0.5 squares, at 2 roots."""
-    scores = torch.tensor([4.0, 3.0, 2.0, 1.0]).log()
-    for temperature in (1.0, 0.5, 2.0):
-        choose = sampler(temperature, 4, 3)
-        counts = Counter(choose(scores, number) for number in range(4000))
-        weights = [n ** (1 / temperature) for n in (4, 3, 2, 1)]
-        for i, weight in enumerate(weights):
-            share = weight / sum(weights)
-            assert counts[i] / 4000 == pytest.approx(share, abs=4.5 * (share * (1 - share) / 4000) ** 0.5)
-
-
-def test_top_k_cuts_the_rest_off() -> None:
-    scores = torch.tensor([0.0, 5.0, 4.9, 1.0])
-    assert {sampler(1.0, 2, 0)(scores, n) for n in range(200)} == {1, 2}
-    assert {sampler(1.0, 1, 0)(scores, n) for n in range(50)} == {1}
-    assert {sampler(9.0, 1000, 0)(scores, n) for n in range(200)} == {0, 1, 2, 3}
-    assert {sampler(1e-6, 4, 0)(scores, n) for n in range(50)} == {1}, "no overflow near 0"
-
-
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
-        (lambda: sampler(0.0, 5, 0), "temperature 0.0 must be above 0"),
-        (lambda: sampler(float("nan"), 5, 0), "temperature nan"),
-        (lambda: sampler(1.0, 0, 0), "top_k 0"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(call: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        call()
-
-
-@pytest.mark.parametrize(("prompt", "what"), [([], "empty prompt"), ([101], "vocabulary of 101"), ([-1], "vocabulary")])
-def test_prompts_that_the_model_cannot_read_are_refused(prompt: list[int], what: str) -> None:
-    arch, _, params = a_model()
-    with pytest.raises(ValueError, match=what):
-        next(continuation(params, arch, prompt, 1, greedy))
-
-
-def test_no_graph_is_kept() -> None:
-    arch, _, params = a_model()
-    seen: list[bool] = []
-
-    def look(scores: torch.Tensor, number: int) -> int:
-        seen.append(scores.requires_grad)
-        return 0
-
-    for leaf in params["embed"].values():  # pyright: ignore
-        leaf.requires_grad_()
-    list(continuation(params, arch, PROMPT, 2, look))
-    assert seen == [False, False]
-
-
-@pytest.mark.parametrize("sizes", ["tp 2", "tp 2 sp", "dp 2", "dp 2 tp 2", "ep 2"])
-def test_every_mesh_writes_the_same_text_on_every_rank(sizes: str) -> None:
-    """The parameters are cut over tp; sequence parallelism, for which one position is too few, is left off."""
-    words = sizes.removesuffix(" sp").split()
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_mesh_writes_the_same_on_every_rank(sizes: str) -> None:
+    """The weights are cut over tp, ep and, under FSDP, dp; sequence parallelism is left off: tokens come one by one."""
+    words = [word for word in sizes.split() if word not in ("sp", "fsdp")]
     mesh: dict[str, Any] = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    arch, _, params = a_model("llama", kv_heads=2, tied=False, pad_vocab_to=16)
-    params = tree.map(torch.Tensor.double, params)
-    choose = sampler(1.0, 20, 4)
-    alone = list(continuation(params, arch, PROMPT, 16, choose))
-    ranks = fake.run(
-        lambda mesh: list(continuation(shard(params, table(False), mesh), arch, PROMPT, 16, choose, mesh=mesh)),
-        **mesh, sequence_parallel=sizes.endswith("sp"),
-    )  # fmt: skip
-    assert ranks == [alone] * len(ranks)
+    arch, params = a_model(**MESHES[sizes])
+    alone = told(Generator(params=params, arch=arch), tokens=7)
+
+    def rank(mesh: Mesh) -> list[Event]:
+        places = table(False)
+        how = Forward()
+        if "fsdp" in sizes:
+            places = shard_table(places, shapes(arch), mesh)
+            how = Forward(fetch=fetch(places, mesh))
+        return told(Generator(params=shard(params, places, mesh), arch=arch, how=how, mesh=mesh), tokens=7)
+
+    for events in fake.run(rank, **mesh, sequence_parallel="sp" in sizes.split()):
+        assert written(events) == written(alone)
+        assert log_probs(events) == pytest.approx(log_probs(alone), abs=1e-9)
 
 
-def test_ranks_that_round_differently_follow_rank_0() -> None:
-    arch, _, params = a_model()
-    ranks = fake.run(
-        lambda mesh: list(continuation(params, arch, PROMPT, 8, lambda logits, n: n + mesh.dp.index, mesh=mesh)), dp=3
-    )
-    assert ranks == [list(range(8))] * 3
+def test_the_likeliest_are_those_of_the_whole_forward_pass() -> None:
+    """Padding is none of them; the first is the greedy choice, and its log-probability the one that is told."""
+    arch, params = a_model()
+    ids = list(PROMPT)
+    events = [e for e in told(Generator(params=params, arch=arch)) if isinstance(e, Token) and e.key == "greedy"]
+    assert len(events) == 12
+    for event in events:
+        exact = logits(params, {"tokens": torch.tensor([ids])}, arch, SINGLE)[0, -1].log_softmax(-1).topk(3)
+        assert [i for i, _ in event.top] == exact.indices.tolist()
+        assert [value for _, value in event.top] == pytest.approx(exact.values.tolist(), abs=1e-9)
+        assert (event.id, event.log_prob) == event.top[0]
+        ids.append(event.id)
+
+
+def test_ranks_that_compute_otherwise_follow_rank_0() -> None:
+    """Each rank has weights of its own here, where in a run they differ by a rounding."""
+    arch, _ = a_model()
+
+    def rank(mesh: Mesh) -> list[Any]:
+        events = told(Generator(params=params_of(arch, mesh.dp.index), arch=arch, mesh=mesh))
+        return [(e.key, e.number, e.id, e.log_prob) if isinstance(e, Token) else e for e in events]
+
+    ranks = fake.run(rank, dp=3)
+    assert ranks == [rank(SINGLE)] * 3
+
+
+def test_no_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, params = a_model()
+    for leaf in tree.leaves(params):
+        leaf.requires_grad_()
+    seen: list[bool] = []
+    whole = engines.draw
+
+    def look(scores: torch.Tensor, asks: Any) -> Any:
+        seen.append(scores.requires_grad)
+        return whole(scores, asks)
+
+    monkeypatch.setattr(engines, "draw", look)
+    told(Generator(params=params, arch=arch))
+    assert seen
+    assert not any(seen)

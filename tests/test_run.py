@@ -226,7 +226,7 @@ def test_a_run_that_was_stopped_is_the_run_that_never_was(
 
 @pytest.mark.parametrize(
     ("name", "call", "step"),
-    [("watch.evaluate", 1, 1), ("watch.evaluate", 2, 5), ("watch.continuation", 2, 5), ("saver.save", 1, 5)],
+    [("watch.evaluate", 1, 1), ("watch.evaluate", 2, 5), ("watch.complete", 2, 5), ("saver.save", 1, 5)],
 )
 def test_a_signal_during_evaluation_sampling_or_a_save_is_heard_at_the_next_edge(
     folder: Path, whole: RunSpec, monkeypatch: pytest.MonkeyPatch, name: str, call: int, step: int
@@ -251,7 +251,13 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("model.moe.capacity=1.0", "train.micro_batch=2", "train.noise_scale_every=6"),
         ),
     ),
-    "watched": ("llama", ("train.noise_scale_every=2", "train.remat=true", "data.attend=row")),
+    "watched": (
+        "llama",
+        (
+            *("train.noise_scale_every=2", "train.remat=true", "data.attend=row"),
+            *(f"report.prompts=['', '{'the quick ' * 40}']", "report.sample_tokens=99"),  # longer than a row
+        ),
+    ),
 }
 
 

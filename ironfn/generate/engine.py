@@ -122,6 +122,8 @@ def complete(
 ) -> Iterator[Event]:
     """Yield what happens until all requests are complete, in a cache that holds as many of them as run at a time."""
     requests, limits = list(requests), limits or Limits()
+    if not requests:
+        return
     longest = sorted(min(len(r.prompt) + r.limit, generator.arch.context) for r in requests for _ in range(r.n))
     blocks = sum(-(-length // size) for length in longest[-limits.rows :])
     engine = start(generator, blocks, size=size, limits=limits)
