@@ -15,7 +15,7 @@ from attrs import field, frozen
 from tokenizers import Tokenizer
 
 from ironfn.data.template import Limits, Rendered, Renderer, unused
-from ironfn.data.tokenizer import Vocabulary
+from ironfn.data.tokenizer import Piece, Vocabulary, encode_pieces
 
 Message = Mapping[str, Any]
 """A turn: ``role``, ``content``, and what else a template may read, such as ``tool_calls``."""
@@ -62,14 +62,19 @@ def _text(content: object, place: str) -> str:
 
 @frozen(eq=False)
 class Chat:
-    """Write conversations as one model's template does. specials: the tokens that it calls bos_token, and so on."""
+    """Write conversations as one model's template does.
+
+    specials: the tokens that it calls bos_token, and so on. controls: the ids that only the template writes. names:
+    finds the name of one in a text.
+    """
 
     vocabulary: Vocabulary
     renderer: Renderer
     specials: Mapping[str, str]
+    controls: frozenset[int] = field(repr=False)
+    names: re.Pattern[str] = field(repr=False)
     _inside: Tokenizer = field(repr=False)
     _plain: Tokenizer = field(repr=False)
-    _names: re.Pattern[str] = field(repr=False)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> Rendered:
         """Return a conversation as the template writes it. ValueError where it cannot.
@@ -82,37 +87,35 @@ class Chat:
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Return a conversation's ids. Names of control tokens in what it holds are encoded as plain text."""
         marks = unused(2, [messages, variables])
-        marked = [_marked(message, self._names, marks) for message in messages]
-        variables = _marked(variables, self._names, marks)
-        written = self.render(marked, add_generation_prompt=add_generation_prompt, **variables)
-        return self._ids(written.text, marks)
+        told, more = self.marked(messages, marks), self.marked(variables, marks)
+        written = self.render(told, add_generation_prompt=add_generation_prompt, **more)
+        pieces = self.pieces(written.text, marks, begins=True)
+        return [i for ids in encode_pieces(pieces, joins=self.vocabulary.joins) for i in ids]
 
-    def _ids(self, text: str, marks: Sequence[str]) -> list[int]:
+    @property
+    def end(self) -> int:
+        """The id that ends a text: the template's ``eos_token``, or the one that ends a document."""
+        named = self.vocabulary.tokenizer.token_to_id(self.specials.get("eos_token", ""))
+        return self.vocabulary.eos if named is None else named
+
+    def marked(self, value: Any, marks: Sequence[str]) -> Any:
+        """Return a value with marks, of `template.unused`, around every name of a control token in its strings."""
+        return _marked(value, self.names, marks)
+
+    def pieces(self, text: str, marks: Sequence[str], *, begins: bool) -> list[Piece]:
+        """Cut what was rendered of marked messages, or a stretch of it, where names stand in what people wrote.
+
+        begins: whether it is the beginning of a text.
+        """
         begin, end = marks
-        named = re.compile(f"{begin}({self._names.pattern}){end}|[{begin}{end}]")
-        pieces = named.split(text)  # the template's text, then a name that stands in a message or None, and so on
-        ids = _encode(pieces[0], self._inside)
-        for number, piece in enumerate(pieces[1:], 1):
-            if not piece:
-                continue
-            if number % 2 == 0:
-                ids += self._encode_on(piece, self._inside)
-                continue
-            letters = self._encode_on(piece, self._plain)
-            if self._inside.token_to_id(piece) in letters:
-                raise ValueError(f"the tokenizer has no way to write {piece!r} but as a control token; leave it out")
-            ids += letters
-        return ids
-
-    def _encode_on(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Encode what does not begin a text: some tokenizers put a space before what does."""
-        line = [] if self.vocabulary.joins else _encode(_NEWLINE, tokenizer)
-        both = _encode(_NEWLINE + text, tokenizer) if line else []
-        return both[len(line) :] if line and both[: len(line)] == line else _encode(text, tokenizer)
-
-
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        named = re.compile(f"{begin}({self.names.pattern}){end}|[{begin}{end}]")
+        found: list[Piece] = []
+        for number, part in enumerate(named.split(text)):  # the template's text, then a name or None, and so on
+            if part and number % 2 == 0:
+                found.append(Piece(part, self._inside, begins and number == 0))
+            elif part:
+                found.append(Piece(part, self._plain, False, self._inside.token_to_id(part)))
+        return found
 
 
 def _marked(value: Any, names: re.Pattern[str], marks: Sequence[str]) -> Any:
@@ -141,4 +144,5 @@ def chat_of(vocabulary: Vocabulary, template: str, specials: Mapping[str, str], 
     names = special | {token.content for token in added if token.content in template}
     longest = sorted(names, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest)) or "(?!)")
-    return Chat(vocabulary, Renderer(template, limits), dict(specials), inside, plain, pattern)
+    ids = frozenset(i for i in map(inside.token_to_id, names) if i is not None)
+    return Chat(vocabulary, Renderer(template, limits), dict(specials), ids, pattern, inside, plain)

@@ -33,6 +33,7 @@ _FIM_NAMES = (
 _LONGEST_WORD = 64  # WordPiece gives up on words above 100 characters, and is quadratic in their length
 _PIECE = 1 << 16
 _BATCH = 1 << 20
+_NEWLINE = "\n"
 
 
 @frozen
@@ -210,6 +211,45 @@ def encode(vocabulary: Vocabulary, texts: Sequence[str]) -> list[array[int]]:
 def _encode(vocabulary: Vocabulary, texts: list[str]) -> list[array[int]]:
     encodings = vocabulary.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [array("I", encoding.ids) for encoding in encodings]
+
+
+@frozen
+class Piece:
+    """Hold a stretch of a text, and how it is encoded.
+
+    begins: whether the text begins with it; some tokenizers put a space before what does. never: the id that it is the
+    name of and must not become.
+    """
+
+    text: str
+    tokenizer: Tokenizer
+    begins: bool
+    never: int | None = None
+
+
+def encode_pieces(pieces: Sequence[Piece], *, joins: bool) -> list[list[int]]:
+    """Return the ids of each piece, as it stands in its text, by all cores. joins: as `Vocabulary` has it.
+
+    ValueError where a tokenizer has no other way to write a name than the control token.
+    """
+    found: list[list[int]] = [[] for _ in pieces]
+    for tokenizer in {id(piece.tokenizer): piece.tokenizer for piece in pieces}.values():
+        mine = [number for number, piece in enumerate(pieces) if piece.tokenizer is tokenizer]
+        on = [not (joins or pieces[number].begins) for number in mine]
+        texts = [_NEWLINE * after + pieces[number].text for number, after in zip(mine, on, strict=True)]
+        line = tokenizer.encode(_NEWLINE, add_special_tokens=False).ids if any(on) else []
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for number, after, encoding in zip(mine, on, encoded, strict=True):
+            ids = encoding.ids
+            if after and (not line or ids[: len(line)] != line):
+                ids = tokenizer.encode(pieces[number].text, add_special_tokens=False).ids
+            elif after:
+                ids = ids[len(line) :]
+            found[number] = ids
+            if pieces[number].never in ids:
+                what = f"the tokenizer has no way to write {pieces[number].text!r} but as a control token"
+                raise ValueError(f"{what}; leave it out")
+    return found
 
 
 def encode_around(vocabulary: Vocabulary, text: str) -> array[int]:
