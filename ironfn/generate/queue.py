@@ -217,9 +217,10 @@ class _Draft:
         self.work.append((row, count))
         self.tokens -= count
         size = self.blocks.size
-        for number in range(row.cached // size, (row.cached + count) // size):
-            self.blocks = seal(self.blocks, row.root, row.table, number, row.ids)
-            self.fresh.add(row.table[number])
+        full = range(row.cached // size, (row.cached + count) // size)
+        if full:
+            self.blocks = seal(self.blocks, row.root, row.table, full, row.ids)
+            self.fresh.update(row.table[number] for number in full)
 
     def step_back(self, row: Row) -> None:
         """Take a row's blocks away and let it wait, first in line."""
