@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
+import torch
+import transformers as t
 
 from ironfn.model.arch import complete
 from ironfn.model.counting import parameters
@@ -57,6 +60,65 @@ def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
         assert found == pytest.approx(ROUNDED[name], rel=4e-3)
     else:
         assert found == PUBLISHED[name]
+
+
+def _config(width: int, layers: int, heads: int, ffn: int, vocab: int, kv: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": ffn,
+        "vocab_size": vocab, "num_key_value_heads": kv, **more,
+    }  # fmt: skip
+
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+CONFIGS: dict[str, tuple[type[t.PretrainedConfig], dict[str, Any]]] = {
+    "gpt2-small": (t.GPT2Config, {"n_embd": 768, "n_layer": 12, "n_head": 12}),
+    "gpt2-medium": (t.GPT2Config, {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "gpt2-large": (t.GPT2Config, {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "gpt2-xl": (t.GPT2Config, {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "llama-7b": (t.LlamaConfig, _config(4096, 32, 32, 11008, 32000, 32)),
+    "llama-13b": (t.LlamaConfig, _config(5120, 40, 40, 13824, 32000, 40)),
+    "llama2-70b": (t.LlamaConfig, _config(8192, 80, 64, 28672, 32000, 8)),
+    "llama3-8b": (t.LlamaConfig, _config(4096, 32, 32, 14336, 128256, 8)),
+    "llama3.2-1b": (t.LlamaConfig, _config(2048, 16, 32, 8192, 128256, 8, head_dim=64, **_TIED)),
+    "mistral-7b": (t.MistralConfig, _config(4096, 32, 32, 14336, 32000, 8)),
+    "gemma-2b": (t.GemmaConfig, _config(2048, 18, 8, 16384, 256000, 1, head_dim=256)),
+    "gemma-7b": (t.GemmaConfig, _config(3072, 28, 16, 24576, 256000, 16, head_dim=256)),
+    "gemma2-2b": (t.Gemma2Config, _config(2304, 26, 8, 9216, 256000, 4, head_dim=256)),
+    "gemma3-1b": (t.Gemma3TextConfig, _config(1152, 26, 4, 6912, 262144, 1, head_dim=256)),
+    "qwen2.5-0.5b": (t.Qwen2Config, _config(896, 24, 14, 4864, 151936, 2, **_TIED)),
+    "qwen2.5-7b": (t.Qwen2Config, _config(3584, 28, 28, 18944, 152064, 4)),
+    "qwen3-0.6b": (t.Qwen3Config, _config(1024, 28, 16, 3072, 151936, 8, head_dim=128, **_TIED)),
+    "phi-2": (t.PhiConfig, _config(2560, 32, 32, 10240, 51200, 32, partial_rotary_factor=0.4)),
+    "phi3-mini": (t.Phi3Config, _config(3072, 32, 32, 8192, 32064, 32, pad_token_id=None)),
+    "mpt-7b": (t.MptConfig, {"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432}),
+    "bloom-560m": (t.BloomConfig, {"hidden_size": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 250880}),
+    "mixtral-8x7b": (t.MixtralConfig, _config(4096, 32, 32, 14336, 32000, 8, num_local_experts=8)),
+    "qwen1.5-moe-a2.7b": (
+        t.Qwen2MoeConfig,
+        _config(2048, 24, 16, 5632, 151936, 16)
+        | {"num_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    ),
+    "qwen3-30b-a3b": (
+        t.Qwen3MoeConfig,
+        _config(2048, 48, 32, 6144, 151936, 4, head_dim=128, num_experts=128, moe_intermediate_size=768),
+    ),
+    "olmoe-1b-7b": (t.OlmoeConfig, _config(2048, 16, 16, 1024, 50304, 16, num_experts=64)),
+}
+"""What the models' own config files say, in their words."""
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_transformers_counts_as_many_for_the_published_config(name: str) -> None:
+    """By its own modules, without memory; with one layer and with two, as all are alike."""
+    kind, fields = CONFIGS[name]
+    key = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in fields)
+
+    def count(layers: int) -> int:
+        with torch.device("meta"):
+            return t.AutoModelForCausalLM.from_config(kind(**fields | {key: layers})).num_parameters()
+
+    one, two = count(1), count(2)
+    assert parameters(complete(model_spec(name), 0)) == one + (fields[key] - 1) * (two - one)
 
 
 @pytest.mark.parametrize("name", NAMED)
