@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -24,14 +25,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--architecture", help="To hf: the class of transformers, such as LlamaForCausalLM.")
 @click.option(
     "--shard-gb",
-    type=click.FloatRange(0, min_open=True),
+    type=click.FloatRange(0, 1e6, min_open=True),
     default=5.0,
     show_default=True,
     help="To hf: the most that a file holds.",
 )
 @click.option(
     "--pad-vocab-to",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1 << 20),
     default=1,
     show_default=True,
     help="To ironfn: round the vocabulary's rows up to a multiple.",
@@ -70,7 +71,15 @@ def command(
     kind = None if dtype is None else getattr(torch, dtype)
     if target.exists():
         raise ValueError(f"{target} is there already; give a new name, or remove it")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} lies inside of {source}, which would no longer be what it was; give another place")
+    if math.isnan(shard_gb):
+        raise click.UsageError("--shard-gb is not a number; give the gigabytes that a file may have")
     ours = to == "ironfn" or (to == "auto" and (source.is_file() or is_directory(source)))
+    if ours and to == "auto" and target.suffix == ".gguf":
+        raise click.UsageError(
+            f"{source} is no run: `ironfn convert {source} NEW` makes one of it, and then `ironfn convert NEW {target}`"
+        )
     if ours and architecture is not None:
         raise click.UsageError("--architecture says what to write to hf, and this writes ironfn's own")
     if ours and source.is_file():

@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from ironfn.data.readers import Row
+    from ironfn.evals.items import Question
     from ironfn.evals.texts import Subject, Text
 
     from .trained import Trained
@@ -61,16 +62,17 @@ def command(
     from .trained import open_model, require_text
 
     require_text(delimiter, "--delimiter")
-    tasks = [(file, *_read(file, limit, seed)) for file in files]  # a faulty file is told before a model is read
+    _check_outputs(files, [path for path in (out, items) if path is not None])
+    tasks = [(file, *_read(file, limit, seed, delimiter)) for file in files]  # a fault is told before a model is read
     trained = open_model(model, lambda line: click.echo(line, err=True))
     subject = _subject(trained, _begin(trained, begin))
     results: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
-    for file, schema, rows in tasks:
+    for file, schema, asked in tasks:
         if schema == "perplexity":
-            result, each = _texts(subject, rows, window or subject.context, context)
+            result, each = _texts(subject, asked, window or subject.context, context)
         else:
-            result, each = _questions(subject, rows, delimiter)
+            result, each = _questions(subject, asked)
         results.append({"task": file.name.split(".")[0], "file": str(file), "schema": schema, **result})
         details += each
     _show(results)
@@ -79,8 +81,28 @@ def command(
             path.write_text("".join(json.dumps(_finite(row)) + "\n" for row in written), encoding="utf-8")
 
 
-def _read(file: Path, limit: int | None, seed: int | None) -> tuple[str, list[Row]]:
-    """Return the schema of a file and its rows, or as many as were asked for."""
+def _check_outputs(files: Sequence[Path], outputs: Sequence[Path]) -> None:
+    """Refuse, before the work, a place that nothing can be written to, or where something else would be lost."""
+    taken = [file.resolve() for file in files]
+    for path in outputs:
+        if path.resolve() in taken:
+            raise ValueError(f"{path} is read, or written already, by this very command; give another name")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no directory {path.parent}; make it first")
+        taken.append(path.resolve())
+
+
+def _read(file: Path, limit: int | None, seed: int | None, delimiter: str) -> tuple[str, list[Any]]:
+    """Return the schema of a file and what it asks, or as much as was asked for: questions, or (text, place)."""
+    from ironfn.evals.items import document, question
+
+    schema, rows = _rows(file, limit, seed)
+    if schema == "perplexity":
+        return schema, [(document(row), row.place) for row in rows]
+    return schema, [question(row, delimiter) for row in rows]
+
+
+def _rows(file: Path, limit: int | None, seed: int | None) -> tuple[str, list[Row]]:
     from ironfn.data.readers import Document, Row, read, rows
     from ironfn.data.sources import Source
     from ironfn.evals.items import good, schema_of
@@ -138,11 +160,10 @@ def _subject(trained: Trained, first: int) -> Subject:
     return Subject(score, encode, first, trained.arch.context)
 
 
-def _questions(subject: Subject, rows: list[Row], delimiter: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _questions(subject: Subject, asked: list[Question]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     from ironfn.evals.accuracy import answer
-    from ironfn.evals.items import question
 
-    whole, answers = answer([question(row, delimiter) for row in rows], subject)
+    whole, answers = answer(asked, subject)
     result: dict[str, Any] = {"items": whole.items, "acc": whole.acc.value, "acc_stderr": whole.acc.stderr}
     if whole.acc_norm is not None:
         result |= {"acc_norm": whole.acc_norm.value, "acc_norm_stderr": whole.acc_norm.stderr}
@@ -160,11 +181,12 @@ def _questions(subject: Subject, rows: list[Row], delimiter: str) -> tuple[dict[
     return result | {"cut": whole.cut}, details
 
 
-def _texts(subject: Subject, rows: list[Row], window: int, context: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    from ironfn.evals.items import document
+def _texts(
+    subject: Subject, asked: list[tuple[str, str]], window: int, context: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     from ironfn.evals.rolling import predict
 
-    whole, texts = predict([document(row) for row in rows], subject, window, context)
+    whole, texts = predict([text for text, _ in asked], subject, window, context)
     result = {
         "items": whole.documents,
         "token_perplexity": whole.token_perplexity,
@@ -177,8 +199,8 @@ def _texts(subject: Subject, rows: list[Row], window: int, context: int) -> tupl
         "context": whole.context,
     }
     details = [
-        {"place": row.place, "tokens": text.tokens, "bytes": text.bytes, "nats": text.nats}
-        for row, text in zip(rows, texts, strict=True)
+        {"place": place, "tokens": text.tokens, "bytes": text.bytes, "nats": text.nats}
+        for (_, place), text in zip(asked, texts, strict=True)
     ]
     return result, details
 

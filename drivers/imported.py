@@ -90,7 +90,7 @@ def keep_model(
         end: str | None = None
         if tokenizer is not None:
             place.tokenizer.write_bytes(tokenizer)
-            vocabulary = vocabulary_of(tokenizer, place.tokenizer, eos, arch)
+            vocabulary = vocabulary_of(tokenizer, Path(place.tokenizer.name), eos, arch)
             end = vocabulary.tokenizer.id_to_token(vocabulary.eos)
         spec = _continued(target, evolve(model, init_from=str(target)), dtype, end)
         place.spec.write_text(dump_spec(spec), encoding="utf-8")

@@ -33,11 +33,21 @@ class Saved:
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     """Return a run directory's newest whole checkpoint, or the one that the path is. ValueError where there is none."""
+    if path.is_file():
+        raise ValueError(f"{path} is a file; a model here is a run's directory, which `ironfn convert` makes of a GGUF")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = folder if (folder / "manifest.msgpack").exists() else checkpoint.newest(folder, say)
     if found is None:
-        raise ValueError(f"{path} holds no checkpoint; train one with `ironfn pretrain`")
+        raise ValueError(f"{path} holds no checkpoint; {_remedy(path)}")
     return found
+
+
+def _remedy(path: Path) -> str:
+    if (path / "config.json").exists():
+        return f"it is a model of Hugging Face's form: `ironfn convert {path} NEW` makes a run of it"
+    if (path / "adapter_config.json").exists():
+        return "it is an adapter without its model: merge the two first (in peft: `merge_and_unload`)"
+    return "train one with `ironfn pretrain`, or take one from elsewhere with `ironfn convert`"
 
 
 def records(meta: dict[str, Any], found: Path) -> tuple[RunSpec, Arch]:

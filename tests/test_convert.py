@@ -136,8 +136,15 @@ REFUSED: dict[str, tuple[Any, list[object], str]] = {
     "a tokenizer that is none": (lambda path: (path / "tokenizer.json").write_text("[" * 99999), [], "not a tokenizer"),
     "a tokenizer that is too large": (lambda path: add_tokenizer(path, 310), [], "the tokenizer has"),
     "an architecture": (lambda path: edited(path, architectures=["X"]), [], "known are"),
-    "a source that is neither": (lambda path: (path / "config.json").unlink(), [], "holds no checkpoint"),
-}
+    "a source that is neither": (lambda path: (path / "config.json").unlink(), [], "holds no checkpoint; train one"),
+    "an adapter alone": (
+        lambda path: (path / "config.json").rename(path / "adapter_config.json"), [], "an adapter without its model",
+    ),
+    "the wrong direction": (lambda path: None, ["--to", "hf"], "`ironfn convert hf NEW` makes a run of it"),
+    "ids that are no JSON": (
+        lambda path: (path / "generation_config.json").write_text("{"), [], "generation_config.json is not JSON",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
@@ -153,6 +160,19 @@ def test_what_is_refused_leaves_nothing(case: str, source: Path) -> None:
     before = {path for path in Path().iterdir() if path.is_dir()}
     assert why in refused("convert", source, "ours", *words)
     assert {path for path in Path().iterdir() if path.is_dir()} == before
+
+
+def test_what_cannot_be_meant_is_refused(source: Path) -> None:
+    before = sorted(Path().rglob("*"))
+    assert "hf/out lies inside of hf" in refused("convert", source, "hf/out")
+    for words in (("hf", "out.gguf"), ("hf", "out", "--shard-gb", "nan"), ("hf", "out", "--pad-vocab-to", 10**12)):
+        result = ironfn("convert", *words)
+        assert result.exit_code == 2, result.output
+    assert sorted(Path().rglob("*")) == before
+    (source / "config.json").rename("a file")
+    for command in (["generate"], ["eval", "-t", "a file"]):
+        assert ironfn(*command, "a file").exit_code in (1, 2)
+        assert "Traceback" not in ironfn(*command, "a file").output
 
 
 def test_a_model_without_a_tokenizer_goes_in_if_asked(source: Path) -> None:

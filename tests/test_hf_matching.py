@@ -51,6 +51,7 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 
 NORM, HEAD, TABLE = "model.layers.1.input_layernorm.weight", "lm_head.weight", "model.embed_tokens.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "a norm is missing": ("llama", lambda t: t.pop(NORM), f"missing: {NORM}"),
@@ -86,6 +87,21 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         "a head that differs from it",
     ),
     "numbers that are no floats": ("llama", lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)}), "is I8"),
+    "weights packed by GPTQ": (
+        "llama",
+        lambda t: t.update({QUERY.replace(".weight", ".qweight"): t.pop(QUERY).int()}),
+        "quantized weights are not read; dequantize them first",
+    ),
+    "weights packed by bitsandbytes": (
+        "llama",
+        lambda t: t.update({QUERY: t[QUERY].to(torch.uint8), f"{QUERY}.quant_state.bitsandbytes__nf4": torch.zeros(1)}),
+        "quantized weights are not read; dequantize them first",
+    ),
+    "weights of eight bits": (
+        "llama",
+        lambda t: t.update({QUERY: t[QUERY].to(torch.float8_e4m3fn)}),
+        f"{QUERY} is F8_E4M3: quantized weights are not read",
+    ),
     "experts both stacked and not": (
         "mixtral",
         lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 32, 32)}),

@@ -7,7 +7,8 @@ import importlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -17,6 +18,8 @@ from ironfn.data.sources import Source
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
+MAX_LINE = 1 << 26
+"""The bytes that a line of JSON Lines may have: a compressed file of few bytes could hold one without end."""
 
 
 @frozen
@@ -61,7 +64,7 @@ def read(source: Source, text: str, split_on: str | None) -> Iterator[Item]:
     makes the file one document. A byte order mark at the start is dropped; line ends are kept as they are.
     ValueError where the file as a whole cannot be read, as no count could then say what was lost.
     """
-    try:
+    with _to_its_end(source.path):
         if source.kind == "jsonl":
             yield from _jsonl(source.path, text)
         elif source.kind == "parquet":
@@ -74,8 +77,14 @@ def read(source: Source, text: str, split_on: str | None) -> Iterator[Item]:
                 yield _decode(file.read().removeprefix(_BOM), str(source.path), 1)
         else:
             yield from _parts(source.path, split_on.encode())
+
+
+@contextmanager
+def _to_its_end(path: Path) -> Generator[None]:
+    try:
+        yield
     except (EOFError, zlib.error, OSError) as error:
-        raise ValueError(f"{source.path}: cannot be read to its end: {error}; restore the file") from error
+        raise ValueError(f"{path}: cannot be read to its end: {error}; restore the file") from error
 
 
 def _open(path: Path) -> BinaryIO:
@@ -134,15 +143,13 @@ def rows(path: Path) -> Iterator[Row | Bad | Blank]:
     ValueError where the file as a whole cannot be read.
     """
     name = path.name.lower().removesuffix(".gz")
-    try:
+    with _to_its_end(path):
         if name.endswith(".parquet"):
             yield from _table(path)
         elif name.endswith(".json"):
             yield from _list(path)
         else:
             yield from _lines(path)
-    except (EOFError, zlib.error, OSError) as error:
-        raise ValueError(f"{path}: cannot be read to its end: {error}; restore the file") from error
 
 
 def _list(path: Path) -> Iterator[Row | Bad | Blank]:
@@ -175,9 +182,11 @@ def _list(path: Path) -> Iterator[Row | Bad | Blank]:
 
 def _lines(path: Path) -> Iterator[Row | Bad | Blank]:
     with _open(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
             data = line.removeprefix(_BOM) if number == 1 else line
             place = f"{path}:{number}"
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{place}: more than {MAX_LINE:,} bytes in a line; cut the document, or the file")
             if not data.strip():
                 yield Blank(place)
                 continue

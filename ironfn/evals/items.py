@@ -95,7 +95,7 @@ def _fields(row: Row) -> dict[str, Any]:
 
 def _texts(value: Any, name: str, place: str) -> list[str]:
     if not isinstance(value, list) or len(cast("list[Any]", value)) < 2:
-        raise ValueError(f"{place}: {name} holds {value!r}; a list of two texts or more belongs there")
+        raise ValueError(f"{place}: {name} holds {repr(value)[:80]}; a list of two texts or more belongs there")
     return [_text(each, f"{name}[{i}]", place, empty=False) for i, each in enumerate(cast("list[Any]", value))]
 
 

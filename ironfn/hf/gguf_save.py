@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from ironfn.data.files import aside
 from ironfn.hf.config import write_config
 from ironfn.hf.export import differences, plan
 from ironfn.hf.gguf_families import FAMILIES, GgufFamily
@@ -21,6 +20,7 @@ from ironfn.hf.gguf_load import TOLD, spec_of, straight
 from ironfn.hf.gguf_rope import FACTORS
 from ironfn.hf.gguf_tokenizer import metadata_of
 from ironfn.hf.links import Link, links
+from ironfn.hf.whole import whole_file
 from ironfn.model.arch import Arch, complete
 from ironfn.types import Flat
 
@@ -51,9 +51,23 @@ def save_gguf(path: Path, leaves: Flat, arch: Arch, words: Words, kind: str = "F
     if biases := sorted(path for path in leaves if path.endswith("router/bias")):
         raise ValueError(f"GGUF's {family.name} has no tensor for {biases[0]}; export a Hugging Face directory")
     metadata = _metadata(family, keys, arch, words, kind)
+    with whole_file(path) as place:
+        _write(place, family, keys, metadata, leaves, arch, kind)
+    return family.name
+
+
+def _write(
+    place: Path,
+    family: GgufFamily,
+    keys: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    leaves: Flat,
+    arch: Arch,
+    kind: str,
+) -> None:
     gguf = package()
     types, quantize = gguf.GGMLQuantizationType, gguf.quants.quantize
-    writer = gguf.GGUFWriter(aside(path), family.name)
+    writer = gguf.GGUFWriter(place, family.name)
     for key, value in metadata.items():
         writer.add_key_value(key, value, _type_of(gguf, value))
     factors = {name: np.array(keys[name], np.float32) for name in FACTORS if name in keys}
@@ -64,17 +78,17 @@ def save_gguf(path: Path, leaves: Flat, arch: Arch, words: Words, kind: str = "F
         _, block, size = TYPES[as_kind]
         shape = _shape_of(link)
         writer.add_tensor_info(link.tensor, shape, None, math.prod(shape) // block * size, types[as_kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for values in factors.values():
-        writer.write_tensor_data(values)
-    for link, as_kind in found:
-        numbers = straight(link.tensor, plan(link, arch, leaves, torch.float32).make(), family, arch, back=True)
-        writer.write_tensor_data(quantize(numbers.reshape(_shape_of(link)).contiguous().numpy(), types[as_kind]))
-    writer.close()
-    aside(path).replace(path)
-    return family.name
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for values in factors.values():
+            writer.write_tensor_data(values)
+        for link, as_kind in found:
+            numbers = straight(link.tensor, plan(link, arch, leaves, torch.float32).make(), family, arch, back=True)
+            writer.write_tensor_data(quantize(numbers.reshape(_shape_of(link)).contiguous().numpy(), types[as_kind]))
+    finally:
+        writer.close()
 
 
 def _metadata(family: GgufFamily, keys: Mapping[str, Any], arch: Arch, words: Words, kind: str) -> dict[str, Any]:

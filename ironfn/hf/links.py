@@ -17,6 +17,9 @@ EMBEDDING, HEAD = "embed/tokens", "head/w"
 PADDED = ("embed/tokens", "head/w", "head/b")
 """The leaves whose last rows may have no id, and so no numbers in a file."""
 
+_QUANTIZED = re.compile(r".*\.(qweight|qzeros|absmax|SCB|weight_packed|weight_scale|weight_scale_inv|quant_state\..*)")
+"""The names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to what a weight was packed into."""
+
 _Key = tuple[str, int | None]
 
 
@@ -113,6 +116,8 @@ def match(
         if name not in used and 0 not in named[name].shape and not (arch.tied and name == head_name(naming))
         and not any(re.fullmatch(regex, name) for regex in naming.passed_over)
     ]  # fmt: skip
+    if any(_QUANTIZED.fullmatch(name) for name in left):
+        wrong.insert(0, "quantized weights are not read; dequantize them first, and save them as F16, BF16 or F32")
     wrong += [f"missing: {listed(list(dict.fromkeys(missing)))}"] if missing else []
     wrong += [f"not of this model: {listed(left)}"] if left else []
     if wrong:
