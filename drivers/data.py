@@ -1,4 +1,4 @@
-"""Look into prepared data: ``ironfn data inspect``."""
+"""Look into data: ``ironfn data inspect``, and ``ironfn data check`` of its own file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ironfn.spec.records import RunSpec
 
+from .check import command as check
 from .specs import takes_spec
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 
 @click.group("data")
 def command() -> None:
-    """Look into prepared data."""
+    """Look into data: examples before they are trained on, rows that were prepared."""
+
+
+command.add_command(check)
 
 
 @command.command("inspect")

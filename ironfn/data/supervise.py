@@ -56,6 +56,11 @@ class Draft:
     place: str
     parts: list[tuple[Sequence[Piece] | Sequence[int], bool, bool]]
 
+    @property
+    def characters(self) -> int:
+        """Count the characters that are to be encoded."""
+        return sum(len(piece.text) for part, _, _ in self.parts for piece in part if isinstance(piece, Piece))
+
 
 def begin_of(vocabulary: Vocabulary) -> tuple[int, ...]:
     """Return the ids that a tokenizer itself puts before a text."""
