@@ -191,3 +191,12 @@ def test_new_parameters_never_read_the_old_ones_blocks() -> None:
     request = Request(key=0, prompt=tuple(range(20)), limit=5)
     _, events = run(evolve(engine, generator=other), [request])
     check(other, [request], events)
+
+
+def test_prompts_that_part_within_a_block_of_the_same_pass_copy_nothing_unwritten() -> None:
+    _, generator = llama()
+    requests = [Request(key=n, prompt=(1, 2, 3, last, 5), limit=3, sampling=GREEDY) for n, last in enumerate((4, 9))]
+    engine, events = run(engines.start(generator, 20, size=4), requests)
+    check(generator, requests, events)
+    again = Request(key=2, prompt=(1, 2, 3, 7), limit=3, sampling=GREEDY)
+    check(generator, [again], run(engine, [again])[1])

@@ -119,7 +119,7 @@ def _tempered(scores: Tensor, asks: Sequence[Ask]) -> Tensor:
     temperatures = [ask.sampling.temperature or 1.0 for ask in asks]
     if all(t == 1 for t in temperatures):
         return scores
-    at = _column([max(t, 1e-30) for t in temperatures], scores, torch.float32)  # in which 1e-320 is 0
+    at = _column([max(t, 1e-30) for t in temperatures], scores, scores.dtype)  # 1e-320 is 0 in float32
     return (scores - scores.amax(1, keepdim=True)) / at
 
 
