@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from hypothesis import strategies as st
 
-from ironfn import tree
+from ironfn import rng, tree
 from ironfn.algo.experts import router_bias, watch_experts
 from ironfn.algo.step import State, make_step, unmoved
 from ironfn.grad.remat import recompute
@@ -22,13 +22,15 @@ from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.mesh.pairs import reduce
+from ironfn.model.adapters import Adapting, adapter_shapes, first_adapter
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout
-from ironfn.model.forward import Forward, here, keep
+from ironfn.model.forward import Forward, here, keep, unadapted
 from ironfn.model.init import shapes
 from ironfn.model.tables import table
 from ironfn.model.transformer import hidden
 from ironfn.optim.presets import make_optimizer, whole_work
+from ironfn.spec.adapter_records import AdapterSpec
 from ironfn.spec.records import AdamWSpec, ModelSpec, MoeSpec, OptimSpec
 from ironfn.types import Batch, Loss, LossSum, Params
 from property_tests.strategies import batch_of, families, params_of
@@ -54,6 +56,7 @@ class Scenario:
     vocab: int = 11
     optimizer: str = "adamw"
     objective: str = "lm"
+    adapter: AdapterSpec = field(factory=AdapterSpec)
     rows: int = 1
     micro: int = 99
     remat: bool = False
@@ -108,6 +111,12 @@ def squared_states(arch: Arch, how: Forward) -> Loss:
     return loss
 
 
+def adapter_of(spec: AdapterSpec, arch: Arch, base: Params) -> Params:
+    """Return an adapter in float64 that changes the model, and DoRA's lengths by a little."""
+    first = first_adapter(spec, arch, base, 0, table(False), dtype=torch.float64)
+    return tree.map_path(lambda path, x: x + rng.normal(x.shape, 0.1, path, dtype=x.dtype), first)
+
+
 def objective(name: str, arch: Arch, how: Forward) -> Loss:
     return {"lm": lambda: lm_loss(arch, how, chunk=5), "squares": lambda: squared_states(arch, how)}[name]()
 
@@ -115,21 +124,27 @@ def objective(name: str, arch: Arch, how: Forward) -> Loss:
 def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, float]]]:
     """Take this rank's part in two steps; return the whole parameters after them and each step's metrics."""
     arch = complete(scenario.model, scenario.vocab)
-    sizes = shapes(arch)
-    layout = by_path(table(mesh.sequence_parallel), sizes)
+    sizes = trained = shapes(arch)
+    if scenario.adapter.kind != "none":
+        trained = adapter_shapes(scenario.adapter, arch)
+        sizes = sizes | trained
+    params, fixed, moe = params_of(arch), router_bias(arch), arch.moe
+    layout = by_path(table(mesh.sequence_parallel), [*sizes, *tree.flatten(fixed)])
     if scenario.fsdp and mesh.dp.size > 1:
-        layout = shard_table(layout, sizes, mesh)
+        layout |= shard_table(layout, sizes, mesh)
     # Some gradients are 0 but for rounding (a key's bias without positions: softmax does not see it). AdamW divides
     # them by their own size: with its usual eps of 1e-8 it would turn a difference of 1e-19 into one of 1e-11.
     spec = OptimSpec(name=scenario.optimizer, adamw=AdamWSpec(eps=1e-4))
-    updates = share_updates(layout, sizes, mesh, whole_work(spec, sizes)) if scenario.zero1 else None
-    params, moe = params_of(arch), arch.moe
+    updates = share_updates(layout, trained, mesh, whole_work(spec, trained)) if scenario.zero1 else None
+    if scenario.adapter.kind != "none":
+        params, fixed = adapter_of(scenario.adapter, arch, params), tree.merge(params, fixed)
     opt = make_optimizer(spec, params, table=layout, mesh=mesh, updates=updates, bucket_bytes=scenario.bucket)
     how = Forward(
         run=recompute if scenario.remat else keep,
         dropout=Dropout(0.3, 7) if scenario.dropout else None,
         fetch=fetch(layout, mesh) if scenario.fsdp else here,
         jitter=5,
+        adapt=unadapted if scenario.adapter.kind == "none" else Adapting(scenario.adapter, mesh, seed=3),
     )
     vg = accumulate(value_and_grad(objective(scenario.objective, arch, how)), scenario.micro)
     step = make_step(
@@ -144,8 +159,8 @@ def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, floa
         donate=scenario.donate,
         bucket_bytes=scenario.bucket,
     )
-    mine, bias = shard(tree.clone(params), layout, mesh), router_bias(arch)
-    state, seen = State(0, mine, opt.init(mine), extra={"fixed": bias} if bias else {}), []
+    mine, fixed = (shard(tree.clone(leaves), layout, mesh) for leaves in (params, fixed))
+    state, seen = State(0, mine, opt.init(mine), extra={"fixed": fixed} if fixed else {}), []
     batch = batch_of(arch, scenario.rows, LENGTH, scenario.seed, scenario.documents)
     if scenario.idle is not None and scenario.idle < scenario.rows:
         batch["weight"][scenario.idle] = 0.0
@@ -209,6 +224,25 @@ def scenarios(draw: st.DrawFn, ranks: int | None = None, largest: int = 4) -> Sc
         documents=draw(st.booleans()),
         bucket=draw(st.sampled_from([25 << 20, 64])),
         seed=draw(st.integers(0, 99)),
+        adapter=draw(adapters(moe)) if draw(st.booleans()) else AdapterSpec(),
+    )
+
+
+@st.composite
+def adapters(draw: st.DrawFn, moe: MoeSpec) -> AdapterSpec:
+    """Draw what is trained beside a frozen model."""
+    plain, rest = ["all-linear", "attn/w[qv]", "attn/wo"], ["embed/tokens", "head/w"]
+    rest += ["mlp/experts"] if moe.experts else []
+    kind = draw(st.sampled_from(["any", "dropout", "dora"]))
+    patterns = plain if kind == "dropout" else [*plain, "head/w"] if kind == "dora" else [*plain, *rest]
+    return AdapterSpec(
+        kind="lora",
+        rank=draw(st.integers(1, 3)),
+        alpha=2.0,
+        dropout=0.3 if kind == "dropout" else 0.0,
+        rslora=draw(st.booleans()),
+        dora=kind == "dora",
+        targets=draw(st.lists(st.sampled_from(patterns), min_size=1, max_size=3, unique=True)),
     )
 
 

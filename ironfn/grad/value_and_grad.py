@@ -35,7 +35,11 @@ def value_and_grad(loss: Loss) -> ValueAndGrad:
         with torch.enable_grad():
             whole = tree.unflatten(flat) if not fixed else tree.merge(tree.unflatten(flat), fixed)
             out = loss(whole, batch, mesh)
-            grads = torch.autograd.grad(out.total, list(flat.values()), materialize_grads=True)
+            leaves = list(flat.values())
+            if out.total.requires_grad:
+                grads = torch.autograd.grad(out.total, leaves, materialize_grads=True)
+            else:  # nothing that is trained takes part in it
+                grads = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
         metrics, counts = ({name: x.detach() for name, x in sums.items()} for sums in (out.metrics, out.counts))
         value = LossSum(out.total.detach(), out.weight.detach(), metrics, counts)
         return value, tree.unflatten(dict(zip(flat, grads, strict=True)))

@@ -16,7 +16,7 @@ from ironfn.mesh.pairs import LENGTH
 from ironfn.model.attention import Attention, Dropout, by_span
 from ironfn.model.experts import Choice, grouped
 from ironfn.model.fused import Activation
-from ironfn.types import Params
+from ironfn.types import Batch, Params
 
 
 def keep(block: Callable[..., Any], *arguments: Any) -> Any:
@@ -29,6 +29,11 @@ def here(path: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def unadapted(params: Params, prefix: str, batch: Batch) -> Params:
+    """Return the leaves as they are: the default."""
+    return params
+
+
 @frozen
 class Forward:
     """Choose how to compute, not what: none of this changes the mathematics.
@@ -38,6 +43,8 @@ class Forward:
     fetch: (path, leaf, dtype) -> the leaf as the products want it; `layout.fsdp.fetch` gathers its shares here.
     jitter: the seed of the router's noise; None, as when evaluating, adds none.
     experts: how tokens go through their experts; `experts.written_out` is the form for `torch.func`.
+    adapt: (leaves of a block, the path before theirs, the batch) -> the leaves as the block calls them, after `fetch`;
+    `adapters.Adapting` puts what is trained beside a frozen matrix here.
     """
 
     compute: torch.dtype | None = None
@@ -48,25 +55,29 @@ class Forward:
     fetch: Callable[[str, Tensor, torch.dtype], Tensor] = here
     jitter: int | None = None
     experts: Callable[[Tensor, Choice, Params, Activation, Axis], Tensor] = grouped
+    adapt: Callable[[Params, str, Batch], Params] = unadapted
 
 
 DEFAULT = Forward()
 
 
-def ready(params: Params, how: Forward, prefix: str = "") -> Params:
-    """Return the leaves below ``prefix`` whole and in the dtypes that ``how`` asks for.
+def ready(params: Params, how: Forward, batch: Batch, prefix: str = "") -> Params:
+    """Return the leaves below ``prefix`` whole, in the dtypes that ``how`` asks for, and with their adapters.
 
     Their gradients come back in the leaves' own dtype and, where they were gathered, as shares. A router always works
-    in float32 or better: half a percent of a logit would choose other experts.
+    in float32 or better: half a percent of a logit would choose other experts. What stands for a matrix in 4 bits stays
+    as it is, and the lengths of an adapter's columns are float32 or better.
     """
 
     def to(path: str, x: Tensor) -> Tensor:
-        if how.compute is None:
+        if how.compute is None or "_nf4/" in path:
             return how.fetch(path, x, x.dtype)
-        high = "/router/" in path or any(re.search(pattern, path) for pattern in how.float32)
+        high = (
+            "/router/" in path or path.endswith("_lora/m") or any(re.search(pattern, path) for pattern in how.float32)
+        )
         return how.fetch(path, x, torch.float32 if high and how.compute != torch.float64 else how.compute)
 
-    return tree.map_path(to, params, prefix)
+    return how.adapt(tree.map_path(to, params, prefix), prefix, batch)
 
 
 def share(x: Tensor, mesh: Mesh) -> Tensor:

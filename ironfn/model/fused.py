@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ironfn.model.matmul import product, weight_grad
+from ironfn.model.weights import Weight
 
 aten: Any = torch.ops.aten
 
@@ -41,15 +42,20 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high).square() / x.shape[-1] + eps)
 
 
-def _call(function: Any, *arguments: Any) -> Any:
+def call(function: Any, *arguments: Any) -> Any:
     """Apply a function, or only its plain form where nobody asks for a derivative: `apply` costs as much as a product.
 
     A compiler cannot look into a function that has a ``jvp``: it is given the plain form, too.
     """
     plain = torch.compiler.is_compiling() or not (
-        torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+        torch.is_grad_enabled() or forward_ad_is_on() or torch._C._are_functorch_transforms_active()
     )
     return (function.forward if plain else function.apply)(*arguments)
+
+
+def forward_ad_is_on() -> bool:
+    """Tell whether somebody may ask for forward derivatives: only then is anything kept for them."""
+    return forward_ad._current_level >= 0
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -98,7 +104,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
     Statistics are float32 or better; the result has the dtype of ``x``. Keeps ``x`` and one number a row.
     """
-    return _call(_RmsNorm, x, scale, eps)[0]
+    return call(_RmsNorm, x, scale, eps)[0]
 
 
 class _Linear(torch.autograd.Function):
@@ -110,8 +116,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        x, w = inputs
+        need_x, need_w = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_w else None, w if need_x else None)
+        if forward_ad_is_on():
+            ctx.save_for_forward(x, w)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -127,8 +136,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w with x [..., in] and w [in, out]."""
-    return _call(_Linear, x, w)
+    """Return x w with x [..., in] and w [in, out], or a `weights.Weight` in its place."""
+    return w.times(x) if isinstance(w, Weight) else call(_Linear, x, w)
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -185,7 +194,7 @@ def gated_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: Acti
 
     x [..., width]; w_gate and w_up [width, ffn], w_down [ffn, width]. Keeps gate and up, not their product.
     """
-    return _call(_GatedMlp, x, w_gate, w_up, w_down, act)[0]
+    return call(_GatedMlp, x, w_gate, w_up, w_down, act)[0]
 
 
 class _ActDown(torch.autograd.Function):
@@ -217,7 +226,7 @@ class _ActDown(torch.autograd.Function):
 
 def activate_down(x: Tensor, w_down: Tensor, act: Activation) -> Tensor:
     """Return act(x) w_down with x [..., ffn] and w_down [ffn, width]. Keeps ``x``, not its activation."""
-    return _call(_ActDown, x, w_down, act)
+    return w_down.times(act.value(x)) if isinstance(w_down, Weight) else call(_ActDown, x, w_down, act)
 
 
 class _Rotate(torch.autograd.Function):
@@ -255,4 +264,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos: float32 [rows or 1, length, 1, head_dim], every angle's given twice; sin: likewise, the first time negated.
     The transpose is the turn back.
     """
-    return _call(_Rotate, x, cos, sin)
+    return call(_Rotate, x, cos, sin)
+
+
+def lookup(ids: Tensor, table: Tensor) -> Tensor:
+    """Return the rows of table [rows, width] that ``ids`` [...] name, or what a `weights.Weight` makes of the ids."""
+    return table.times(ids) if isinstance(table, Weight) else F.embedding(ids, table)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ironfn.model import fused
 from ironfn.model.arch import Arch
+from ironfn.model.weights import Weight
 from ironfn.tree import leaf
 from ironfn.types import Params
 
@@ -36,7 +37,8 @@ def feed_forward(x_BTD: Tensor, p: Params, arch: Arch) -> Tensor:
     """Return the feed-forward of x without its last bias: inside a tensor-parallel region it is a part of a sum."""
     act = activation(arch)
     w_up, w_down = leaf(p, "w_up"), leaf(p, "w_down")
-    if arch.gated and "b_up" not in p:
+    plain = not any(isinstance(p.get(name), Weight) for name in ("w_gate", "w_up", "w_down"))
+    if arch.gated and "b_up" not in p and plain:
         return fused.gated_mlp(x_BTD, leaf(p, "w_gate"), w_up, w_down, act)
     up_BTF = plus(fused.linear(x_BTD, w_up), maybe(p, "b_up"))
     if not arch.gated:

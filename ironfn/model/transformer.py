@@ -6,6 +6,7 @@ Under a mesh, H, K, F and V are this rank's shares; under sequence parallelism T
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ironfn import tree
 from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import copy, enter, leave, reduce
 from ironfn.model import fused
@@ -24,6 +26,7 @@ from ironfn.model.mlp import feed_forward, maybe, plus
 from ironfn.model.moe import Seen, joined, mixture
 from ironfn.model.rope import Angles, angles
 from ironfn.model.routing import check_given
+from ironfn.model.weights import Weight
 from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
 
@@ -85,12 +88,13 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
     """Look the tokens up in this rank's rows of the table; positions are added after the ranks' parts are."""
     embed = branch(params, "embed")
     table = leaf(embed, "tokens")
+    rows = table.sizes[0] if isinstance(table, Weight) else len(table)
     if mesh.tp.size == 1:
-        x = F.embedding(tokens_BT, table)
+        x = fused.lookup(tokens_BT, table)
     else:
-        local = tokens_BT - mesh.tp.index * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        x = leave(F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[..., None], mesh)
+        local = tokens_BT - mesh.tp.index * rows
+        mine = (local >= 0) & (local < rows)
+        x = leave(fused.lookup(local.clamp(0, rows - 1), table) * mine[..., None], mesh)
     if arch.embed_scale:
         x = x * torch.tensor(arch.width**0.5, dtype=x.dtype, device=x.device)  # rounded as Gemma's code rounds it
     if arch.embed_norm:
@@ -117,13 +121,13 @@ def _block(
     batch: Batch,
     drop: Callable[[Tensor, str], Tensor],
 ) -> tuple[Tensor, Seen]:
-    p = ready(p, how, f"blocks/{layer}/")
+    p = ready(p, how, batch, f"blocks/{layer}/")
     attn, mlp = branch(p, "attn"), branch(p, "mlp")
     seen: Seen = {}
     normed = _read(x, p, "norm1", arch)
     mixed = leave(_attention(enter(normed, mesh), attn, arch, mesh, attend, angles), mesh)
     mixed = plus(mixed, maybe(attn, "bo"))
-    start, x = x, x + drop(_norm(mixed, branch(p, "post_norm1"), arch) if arch.post_norms else mixed, "attn")
+    start, x = x, x + drop(_norm(mixed, branch(p, "post_norm1"), arch) if arch.post_norms else mixed, f"{layer}/attn")
     if not arch.one_norm:
         normed = _read(start if arch.parallel else x, p, "norm2", arch)
     if arch.has_experts(layer):
@@ -131,7 +135,7 @@ def _block(
     else:
         mixed = leave(feed_forward(enter(normed, mesh), mlp, arch), mesh)
     mixed = plus(mixed, maybe(mlp, "b_down"))
-    return x + drop(_norm(mixed, branch(p, "post_norm2"), arch) if arch.post_norms else mixed, "mlp"), seen
+    return x + drop(_norm(mixed, branch(p, "post_norm2"), arch) if arch.post_norms else mixed, f"{layer}/mlp"), seen
 
 
 def _look(layer: int, arch: Arch, mesh: Mesh, device: torch.device) -> Look:
@@ -169,7 +173,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         if arch.rope_local_theta is not None:
             near = angles(position, segment, arch, local=True)
     # Under FSDP the whole table must not outlive its use.
-    x = _embed(ready({"embed": params["embed"]}, how), tokens, position.expand_as(tokens), arch, mesh)
+    x = _embed(ready({"embed": params["embed"]}, how, batch), tokens, position.expand_as(tokens), arch, mesh)
     first = mesh.tp.index * x.shape[1] if mesh.sequence_parallel else 0
 
     def drop(x: Tensor, place: str) -> Tensor:
@@ -177,27 +181,31 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
 
     x = drop(x, "embed")
     told: list[Seen] = []
-    for layer, block in enumerate(branch(params, "blocks").values()):
+    for layer in range(arch.layers):
         if dropout is not None:
             first_head = mesh.tp.index * (arch.heads // mesh.tp.size)
             attend = dropout.attention(segment, f"{layer}/probabilities", batch["row"], first_head)
         mix = partial(attend, look=_look(layer, arch, mesh, x.device))
         angle = near if arch.window(layer) else far
-        x, seen = how.run(
-            _block, x, block, layer, arch, mesh, how, mix, angle, batch, lambda x, p, at=layer: drop(x, f"{at}/{p}")
-        )
+        block = branch(branch(params, "blocks"), str(layer))
+        x, seen = how.run(_block, x, block, layer, arch, mesh, how, mix, angle, batch, drop)
         told.append(seen)
-    return _norm(x, branch(ready({"norm": params["norm"]}, how), "norm"), arch), joined([seen for seen in told if seen])
+    x = _norm(x, branch(ready({"norm": params["norm"]}, how, batch), "norm"), arch)
+    return x, joined([seen for seen in told if seen])
 
 
 def head_weight(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor:
     """Return the matrix [V, D] that turns hidden states into logits: the embedding itself where it is tied.
 
-    It is in the parameters' dtype: the head's float32 accumulation is its caller's choice.
+    It is in the parameters' dtype: the head's float32 accumulation is its caller's choice. The head's adapter is in it,
+    that of a tied embedding is not.
     """
     path = "embed/tokens" if arch.tied else "head/w"
-    table = leaf(branch(params, path.split("/")[0]), path.split("/")[1])
-    return how.fetch(path, table, table.dtype)
+    known = tree.flatten({name: params[name] for name in ("embed", "head") if name in params})
+    own = {f"head/w{p.removeprefix(path)}": p for p in known if re.fullmatch(rf"{path}(_nf4/.*)?", p)}
+    own |= {p: p for p in known if p.startswith("head/w_lora/")}
+    parts = {ours: how.fetch(p, known[p], known[p].dtype) for ours, p in own.items()}
+    return leaf(branch(how.adapt(tree.unflatten(parts), "", {}), "head"), "w")
 
 
 def head_bias(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor | None:
