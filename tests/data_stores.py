@@ -10,6 +10,7 @@ import torch
 
 from ironfn.data.dataset import Dataset
 from ironfn.data.order import shares
+from ironfn.data.packed import OnOverlong, PackedStore, lay
 from ironfn.data.store import StoreWriter, TokenStore, id_dtype, open_store
 
 
@@ -51,3 +52,17 @@ def dataset(
         tokenizer=Path("tokenizer.json"),
         checksum=0,
     )
+
+
+def hold_packed(
+    texts: list[tuple[list[int], list[bool]]], length: int, overlong: OnOverlong, *, vocab_size: int
+) -> PackedStore:
+    """Hold supervised texts, each its ids and which are trained, laid into rows, without a file."""
+    words: list[list[int]] = []
+    for ids, trained in texts:
+        bits = [
+            sum(1 << k for k in range(16) if at + k < len(ids) and trained[at + k]) for at in range(0, len(ids), 16)
+        ]
+        words.append(bits)
+    store = hold_store([ids for ids, _ in texts], vocab_size=vocab_size)
+    return lay(store, hold_store(words, vocab_size=1 << 16), length, overlong)

@@ -50,7 +50,7 @@ def admit(
             elif isinstance(item, Blank):
                 tally.blank += 1
             else:
-                _count_bad(item, bad_lines, tally)
+                count_bad(item, bad_lines, tally)
 
 
 def _admit(
@@ -89,7 +89,8 @@ def split_of(digest: bytes, split: SplitSpec) -> str:
     return "validation" if point >= 1 - split.validation else "train"
 
 
-def _count_bad(item: Bad, bad_lines: Literal["stop", "count"], tally: Tally) -> None:
+def count_bad(item: Bad, bad_lines: Literal["stop", "count"], tally: Tally) -> None:
+    """Count what cannot be used, or raise a ValueError that says how to have it counted."""
     if bad_lines == "stop":
         raise ValueError(
             f"{item.place}: {item.what}; correct it, leave the file out, or set data.bad_lines: count to pass over "

@@ -48,7 +48,7 @@ class Fault(ValueError):
 
     def __init__(self, place: str, kind: str, what: str) -> None:
         super().__init__(f"{place}: {what}")
-        self.kind = kind
+        self.place, self.kind, self.what = place, kind, what
 
 
 @frozen
@@ -90,7 +90,10 @@ def parse(row: Row, fields: Mapping[str, str]) -> Example:
         told = {"messages": _chat, "conversations": _shared, "alpaca": _alpaca}[kind](values, place)
         example = _conversation(kind, told, place, _tools(values, place))
     try:
-        json.dumps([example.messages, example.tools, example.prompt, example.completion], ensure_ascii=False).encode()
+        said = example.prompt + example.completion
+        if example.messages:
+            said = json.dumps([example.messages, example.tools], ensure_ascii=False)
+        said.encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise Fault(place, "lone surrogate", f"holds the lone surrogate U+{code:04X}, which is no text") from error
@@ -111,7 +114,7 @@ def _renamed(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
 
 def _form(values: Mapping[str, Any], place: str) -> Kind:
     for kind, ways in FORMS:
-        if any(all(name in values for name in names) for names in ways):
+        if any(all(map(values.__contains__, names)) for names in ways):
             return kind
     known = "; ".join(f"{kind}: {' or '.join(' + '.join(names) for names in ways)}" for kind, ways in FORMS)
     here = ", ".join(map(repr, values)) or "none"

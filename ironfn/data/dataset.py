@@ -5,6 +5,7 @@ once an epoch, the first of a document and its end id included: the input of a t
 a document stands the end id of the one before (for the first document, one that is supplied). So the end id serves as
 every document's start, and no document's last id ever predicts another's first. Window w holds the targets
 [w * length, (w + 1) * length); the last one is filled up with weight 0 and segment -1. Nothing is dropped.
+Supervised texts are laid into rows instead, see `packed`: there a window is a row of several texts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ironfn.data import order
+from ironfn.data.packed import Arrays, PackedStore, cut_packs
 from ironfn.data.store import TokenStore
 from ironfn.types import Batch
-
-Arrays = dict[str, NDArray]
 
 
 @frozen(eq=False)
@@ -51,7 +51,7 @@ class Dataset:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens of all the sets: the targets of one epoch of each."""
+        """Count the tokens of all the sets: those that an epoch of each reads."""
         return sum(store.tokens for store in self.stores)
 
     @property
@@ -62,7 +62,7 @@ class Dataset:
     @property
     def windows(self) -> tuple[int, ...]:
         """Count each set's windows: the rows after which it has been seen once."""
-        return tuple(-(-store.tokens // self.length) for store in self.stores)
+        return tuple(store.windows(self.length) for store in self.stores)
 
     @property
     def rows(self) -> int:
@@ -154,6 +154,8 @@ def _gather(dataset: Dataset, sets: NDArray[np.int64], windows: NDArray[np.int64
 
 def _cut(store: TokenStore, windows: NDArray[np.int64], length: int, attend: Literal["document", "row"]) -> Arrays:
     """Read windows of one store as [windows, length] arrays."""
+    if isinstance(store, PackedStore):
+        return cut_packs(store, windows)
     starts = windows[:, None] * length
     at = starts + np.arange(length)
     real = at < store.tokens

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 import xxhash
-from attrs import asdict, field, frozen
+from attrs import field, frozen
 
 from ironfn.data.conversation import Example, Fault, parse
 from ironfn.data.readers import Bad, Blank, Row, rows
 from ironfn.data.supervise import Draft, Supervised, Teaching, drafts, encode_drafts
 
+UNREADABLE = "unreadable file"
+"""The kind of fault after which nobody knows how many rows are missing."""
 _BATCH_CHARACTERS = 1 << 20
 
 Taught: TypeAlias = tuple[Example, list[Supervised]]
@@ -35,7 +37,7 @@ def examples(path: Path, fields: Mapping[str, str]) -> Iterator[Example | Fault 
                 yield _parsed(row, fields)
     except ValueError as error:
         line, _, what = str(error).removeprefix(str(path)).partition(": ")
-        yield Fault(f"{path}{line}", "unreadable file", what)
+        yield Fault(f"{path}{line}", UNREADABLE, what)
 
 
 def _parsed(row: Row, fields: Mapping[str, str]) -> Example | Fault:
@@ -47,8 +49,8 @@ def _parsed(row: Row, fields: Mapping[str, str]) -> Example | Fault:
 
 def text_of(example: Example) -> str:
     """Return all that an example says, as one text; equal ones teach the same."""
-    said = asdict(example, filter=lambda attribute, _: attribute.name not in ("place", "kind"))
-    return json.dumps(said, ensure_ascii=False, sort_keys=True)
+    plain = (example.messages, example.weights, example.tools, example.prompt, example.completion)
+    return json.dumps((*plain, example.ids, example.trained), ensure_ascii=False, sort_keys=True)
 
 
 def digest(example: Example) -> bytes:

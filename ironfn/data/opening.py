@@ -8,7 +8,9 @@ import torch
 import xxhash
 
 from ironfn.data.dataset import Dataset
+from ironfn.data.lesson import Lesson
 from ironfn.data.order import shares
+from ironfn.data.packed import TRAINED, lay
 from ironfn.data.preparation import TOKENIZER, read_manifest, store_path
 from ironfn.data.settings import check, differences, recipe
 from ironfn.data.store import TokenStore, open_store
@@ -17,10 +19,11 @@ from ironfn.data.tokenizer import byte_lengths, load
 from ironfn.spec.records import DataSpec
 
 
-def open_dataset(spec: DataSpec, split: str) -> Dataset:
+def open_dataset(spec: DataSpec, split: str, lesson: Lesson | None = None) -> Dataset:
     """Open a split of all the sets: ``train`` mixes them by weight or temperature; validation and test hold them all.
 
-    ValueError where the data are missing, damaged, empty, or were prepared with other settings than these.
+    lesson: as it was prepared with. ValueError where the data are missing, damaged, empty, or were prepared with other
+    settings than these.
     """
     check(spec)
     if split not in SPLITS:
@@ -28,12 +31,18 @@ def open_dataset(spec: DataSpec, split: str) -> Dataset:
     folder = Path(spec.dir)
     manifest = read_manifest(folder)
     changed = differences(manifest["recipe"], recipe(spec))
+    told, wanted = manifest.get("lesson") or {}, {} if lesson is None else lesson.settings
+    changed += differences(told, wanted, "examples")
     if changed:
         raise ValueError(
             f"{folder} was prepared with other settings ({'; '.join(changed)}); run `ironfn prepare` again"
         )
     path = folder / TOKENIZER
     stores = {name: _open(folder, f"{name}/{split}", manifest) for name in spec.sets}
+    if lesson is not None:
+        for name, ids in stores.items():
+            bits = _open(folder, f"{name}/{split}{TRAINED}", manifest)
+            stores[name] = lay(ids, bits, spec.length, lesson.spec.overlong)
     vocabulary = load(path, spec.tokenizer.eos)
     if vocabulary.checksum != manifest["tokenizer_checksum"]:
         raise ValueError(f"{path} is not the tokenizer that the stores were made with; run `ironfn prepare` again")

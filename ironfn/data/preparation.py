@@ -15,6 +15,8 @@ from attrs import frozen
 from ironfn.data import tokenizer as tokenizers
 from ironfn.data.admit import admit
 from ironfn.data.files import alone, sync_folder, write_whole
+from ironfn.data.lesson import Lesson, check_lesson, write_examples
+from ironfn.data.packed import BIT_IDS, TRAINED, PackedWriter
 from ironfn.data.settings import check, differences, recipe
 from ironfn.data.sources import Source, find, fingerprint
 from ironfn.data.store import StoreWriter, open_store, verify
@@ -43,22 +45,32 @@ class Prepared:
     sets: dict[str, Tally]
 
 
-def prepare(spec: DataSpec, *, seed: int = 0, say: Say = lambda line: None, force: bool = False) -> Prepared:
+def prepare(
+    spec: DataSpec,
+    *,
+    seed: int = 0,
+    say: Say = lambda line: None,
+    force: bool = False,
+    lesson: Lesson | None = None,
+) -> Prepared:
     """Write ``spec.dir`` with tokenizer.json, ``<set>/<split>.tokens`` and prepared.json, unless they are there.
 
     They are taken as they are where settings, sources (by content), tokenizer and, with FIM, the seed are the same and
     every checksum holds; ``force`` writes them anew all the same. seed: keys the FIM draws. say: is given each line
-    for people. ValueError for whatever a user can put right.
+    for people. lesson: how examples are taught, where the sources hold those and not documents; of each split there is
+    then ``<set>/<split>.trained.tokens`` as well. ValueError for whatever a user can put right.
     """
     check(spec)
     folder = Path(spec.dir)
     sources = {name: find(one.sources) for name, one in spec.sets.items()}
+    if lesson is not None:
+        check_lesson(spec, lesson, sources)
     with alone(folder, say):
-        wanted = _wanted(spec, sources, seed)
+        wanted = _wanted(spec, sources, seed, lesson)
         manifest = None if force else _reusable(folder, wanted, say)
         reused = manifest is not None
         if manifest is None:
-            manifest = _write(spec, sources, wanted, seed, say)
+            manifest = _write(spec, sources, wanted, seed, say, lesson)
     sets = {name: from_json(values) for name, values in manifest["sets"].items()}
     prepared = Prepared(folder, reused, manifest["vocab_size"], manifest["eos"], sets)
     _report(prepared, say)
@@ -66,7 +78,12 @@ def prepare(spec: DataSpec, *, seed: int = 0, say: Say = lambda line: None, forc
 
 
 def _write(
-    spec: DataSpec, sources: dict[str, list[Source]], wanted: dict[str, Any], seed: int, say: Say
+    spec: DataSpec,
+    sources: dict[str, list[Source]],
+    wanted: dict[str, Any],
+    seed: int,
+    say: Say,
+    lesson: Lesson | None,
 ) -> dict[str, Any]:
     """Write tokenizer and stores beside what is there, move them to their places, and write the manifest last.
 
@@ -82,7 +99,7 @@ def _write(
         sets: dict[str, Tally] = {}
         stores: dict[str, int] = {}
         for name in spec.sets:
-            sets[name] = _write_set(spec, name, sources[name], vocabulary, code, seed, beside, stores, say)
+            sets[name] = _write_set(spec, name, sources[name], vocabulary, code, seed, beside, stores, say, lesson)
         _require_text(spec, sets, say)
         (folder / MANIFEST).unlink(missing_ok=True)  # so that no mixture of old and new files is ever taken for whole
         sync_folder(folder)
@@ -104,13 +121,14 @@ def _write(
     return manifest
 
 
-def _wanted(spec: DataSpec, sources: dict[str, list[Source]], seed: int) -> dict[str, Any]:
+def _wanted(spec: DataSpec, sources: dict[str, list[Source]], seed: int, lesson: Lesson | None) -> dict[str, Any]:
     """Return what has to be equal for stores to be taken as they are."""
     fim = any(one.fim.rate > 0 for one in spec.sets.values())
     file = spec.tokenizer.file
     return {
         "format": FORMAT,
         "recipe": recipe(spec),
+        "lesson": None if lesson is None else lesson.settings,
         "bad_lines": spec.bad_lines,
         "seed": seed if fim else None,
         "sources": {name: fingerprint(files) for name, files in sources.items()},
@@ -216,25 +234,31 @@ def _write_set(
     folder: Path,
     stores: dict[str, int],
     say: Say,
+    lesson: Lesson | None,
 ) -> Tally:
     """Write the stores of one set into ``folder`` and note their checksums in ``stores``."""
     tally, one = Tally(), spec.sets[name]
-    documents = admit(sources, one, spec.split, spec.bad_lines, tally)
     with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(
-                StoreWriter(
-                    store_path(folder, f"{name}/{split}"),
-                    f"{name}/{split}",
-                    vocab_size=vocabulary.size,
-                    eos=vocabulary.eos,
-                    tokenizer=vocabulary.checksum,
-                    recipe=code,
-                )
+
+        def open_writer(split: str, size: int = vocabulary.size, eos: int = vocabulary.eos) -> StoreWriter:
+            path, full = store_path(folder, f"{name}/{split}"), f"{name}/{split}"
+            writer = StoreWriter(path, full, vocab_size=size, eos=eos, tokenizer=vocabulary.checksum, recipe=code)
+            return stack.enter_context(writer)
+
+        writers = {split: open_writer(split) for split in SPLITS}
+        if lesson is None:
+            documents = admit(sources, one, spec.split, spec.bad_lines, tally)
+            write(
+                documents, writers, vocabulary, one.fim, seed, tally, lambda done: say(f"{name}: {done >> 20} MiB done")
             )
-            for split in SPLITS
-        }
-        write(documents, writers, vocabulary, one.fim, seed, tally, lambda done: say(f"{name}: {done >> 20} MiB done"))
+        else:
+            bits = {split: open_writer(f"{split}{TRAINED}", *BIT_IDS) for split in SPLITS}
+            pairs = {split: PackedWriter(writers[split], bits[split]) for split in SPLITS}
+            write_examples(
+                sources, one, spec.split, spec.bad_lines, lesson, pairs, tally,
+                lambda done: say(f"{name}: {done:,} examples done"),
+            )  # fmt: skip
+            writers |= {f"{split}{TRAINED}": writer for split, writer in bits.items()}
         for split, writer in writers.items():
             stores[f"{name}/{split}"] = writer.close()
     return tally

@@ -67,11 +67,11 @@ def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Say which settings differ, as ``name: old -> new``."""
+def differences(old: dict[str, Any], new: dict[str, Any], section: str = "data") -> list[str]:
+    """Say which settings differ, as ``section.name: old -> new``."""
     absent = "absent"
     return [
-        f"data.{name}: {old.get(name, absent)} -> {new.get(name, absent)}"
+        f"{section}.{name}: {old.get(name, absent)} -> {new.get(name, absent)}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name, absent) != new.get(name, absent)
     ]

@@ -59,6 +59,10 @@ class TokenStore:
         """Count the documents."""
         return len(self.offsets) - 1
 
+    def windows(self, length: int) -> int:
+        """Count the rows after which each token has been a target once."""
+        return -(-self.tokens // length)
+
 
 def id_width(vocab_size: int) -> int:
     """Return the bytes of an id: 2 where every id below ``vocab_size`` fits into 16 bits, else 4.
@@ -99,9 +103,9 @@ class StoreWriter:
         self._file = self._aside.open("wb")
         self._file.write(bytes(HEADER_BYTES))
 
-    def append(self, ids: array[int], lengths: Iterable[int], text_bytes: int) -> None:
-        """Add documents: their ids in one array("I"), and how many belong to each. text_bytes: of all their text."""
-        numbers = np.array(ids, np.uint32)
+    def append(self, ids: array[int] | NDArray[np.integer], lengths: Iterable[int], text_bytes: int) -> None:
+        """Add documents: their ids in one array, and how many belong to each. text_bytes: of all their text."""
+        numbers = np.asarray(ids, np.uint32)
         if len(numbers) and numbers.max() >= self._vocab_size:
             raise ValueError(f"{self._path}: id {numbers.max()} is outside the vocabulary of {self._vocab_size}")
         end = self._offsets[-1]

@@ -12,11 +12,15 @@ SPLITS = ("train", "validation", "test")
 
 @define
 class SplitTally:
-    """Count what one split of one set holds. bytes: of the UTF-8 text; tokens: with end and FIM tokens."""
+    """Count what one split of one set holds. bytes: of the UTF-8 text; tokens: with end and FIM tokens.
+
+    trained: of the tokens of examples, those that are targets. An example may be several documents.
+    """
 
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
+    trained: int = 0
 
 
 @define
@@ -26,6 +30,7 @@ class Tally:
     documents: those read. blank: lines without any. bad: those that could not be read, the first of them in
     ``examples``. Of the documents, ``empty`` hold only white space and ``duplicate`` repeat an earlier one; the rest
     are in ``splits``. cleaned: documents that ftfy changed. fim: those rearranged. unknown: unknown-token ids written.
+    untaught: examples of which nothing would be trained.
     """
 
     files: int = 0
@@ -37,6 +42,7 @@ class Tally:
     cleaned: int = 0
     fim: int = 0
     unknown: int = 0
+    untaught: int = 0
     examples: list[str] = field(factory=list)
     splits: dict[str, SplitTally] = field(factory=lambda: {split: SplitTally() for split in SPLITS})
 
@@ -60,15 +66,17 @@ def from_json(values: Mapping[str, Any]) -> Tally:
 
 def describe(name: str, tally: Tally) -> list[str]:
     """Say the counts in lines for people, zeros left out where they say nothing."""
-    rest = {n: getattr(tally, n) for n in ("blank", "bad", "empty", "duplicate", "cleaned", "fim", "unknown")}
+    names = ("blank", "bad", "empty", "duplicate", "cleaned", "fim", "unknown", "untaught")
+    rest = {name: getattr(tally, name) for name in names}
     parts = [f"{tally.files:,} files", f"{tally.documents:,} documents in"]
     parts += [f"{count:,} {what}" for what, count in rest.items() if count]
     lines = [f"{name}: " + ", ".join(parts)]
     for split, counts in tally.splits.items():
         if counts.documents:
             ratio = counts.bytes / max(counts.tokens, 1)
+            size = f"{counts.tokens:,} tokens" + (f" ({counts.trained:,} trained)" if counts.trained else "")
             lines.append(
-                f"{name}/{split}: {counts.documents:,} documents, {counts.tokens:,} tokens, {counts.bytes:,} bytes "
+                f"{name}/{split}: {counts.documents:,} documents, {size}, {counts.bytes:,} bytes "
                 f"({ratio:.2f} bytes a token)"
             )
     return lines + [f"{name}: passed over {example}" for example in tally.examples]

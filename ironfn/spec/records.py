@@ -90,6 +90,22 @@ class DataSpec:
 
 
 @frozen
+class SftSpec:
+    """Describe how a model is taught by examples, such as conversations.
+
+    fields: our name of a field -> what the rows call it. template: a chat template's name or file; None takes the
+    model's own. train_on: all answers of a conversation, or its last. overlong: what becomes of a text that is longer
+    than ``data.length``. rewritten: whether a template that writes earlier answers in another way gets a text for each.
+    """
+
+    fields: dict[str, str] = field(factory=dict)
+    template: str | None = None
+    train_on: Literal["all", "last"] = "all"
+    overlong: Literal["truncate", "split", "drop"] = "truncate"
+    rewritten: Literal["split", "refuse"] = "split"
+
+
+@frozen
 class AdamWSpec:
     """Set AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
 

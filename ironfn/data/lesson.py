@@ -1,0 +1,140 @@
+"""Write the examples of a set into stores: what ``prepare`` does where a model is taught by examples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import xxhash
+from attrs import frozen
+
+from ironfn.data.admit import count_bad, split_of
+from ironfn.data.conversation import Example, Fault
+from ironfn.data.examples import UNREADABLE, digest, examples, taught
+from ironfn.data.packed import PackedWriter
+from ironfn.data.readers import Bad, Blank
+from ironfn.data.sources import Source
+from ironfn.data.supervise import Supervised, Teaching
+from ironfn.data.tally import Tally
+from ironfn.data.tokenizer import byte_lengths
+from ironfn.spec.records import DataSpec, SetSpec, SftSpec, SplitSpec
+
+_SAY_EVERY = 10_000
+_TOGETHER = 256
+
+
+@frozen(eq=False)
+class Lesson:
+    """Say how examples are read, and how a model is taught them."""
+
+    spec: SftSpec
+    teaching: Teaching
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the stores depend on, as plain values. What is chosen when rows are laid out may change without them."""
+        chat = self.teaching.chat
+        return {
+            "fields": dict(self.spec.fields),
+            "train_on": self.teaching.train_on,
+            "rewritten": self.teaching.rewritten,
+            "begin": list(self.teaching.begin),
+            "end": self.teaching.end,
+            "template": None if chat is None else xxhash.xxh3_64_hexdigest(chat.renderer.template.encode()),
+            "specials": None if chat is None else dict(chat.specials),
+        }
+
+
+def check_lesson(spec: DataSpec, lesson: Lesson, sources: Mapping[str, Sequence[Source]]) -> None:
+    """Raise a ValueError where the settings of ``data`` are of no use for examples, with what to set instead."""
+    if spec.attend != "document":
+        raise ValueError("data.attend is row, but examples in one row never see each other: set it to document")
+    if spec.tokenizer.file is None:
+        raise ValueError("data.tokenizer.file is not given: name the tokenizer.json of the model that is taught")
+    for name, one in spec.sets.items():
+        used = {"clean": one.clean, "fim.rate": one.fim.rate > 0, "split_on": one.split_on is not None}
+        if idle := [field for field, is_used in used.items() if is_used]:
+            raise ValueError(f"data.sets.{name}.{idle[0]} is for documents, not for examples; leave it out")
+        for source in sources[name]:
+            if not _holds_rows(source):
+                raise ValueError(f"{source.path} holds no examples: give files of .jsonl, .json or .parquet")
+
+
+def _holds_rows(source: Source) -> bool:
+    names = (".json", ".json.gz")
+    return source.kind in ("jsonl", "parquet") or source.path.name.lower().endswith(names)
+
+
+def write_examples(
+    sources: Sequence[Source],
+    spec: SetSpec,
+    split: SplitSpec,
+    bad_lines: Literal["stop", "count"],
+    lesson: Lesson,
+    writers: Mapping[str, PackedWriter],
+    tally: Tally,
+    say: Callable[[int], None],
+) -> None:
+    """Encode a set's examples, without repeats, into each split's stores; ``tally`` counts what became of every row.
+
+    ValueError at the first row that cannot be used where ``bad_lines`` is stop. say: called now and then with the
+    examples done.
+    """
+    codes: deque[bytes] = deque()
+    lengths = byte_lengths(lesson.teaching.vocabulary)
+    waiting: dict[str, list[Supervised]] = {name: [] for name in writers}
+
+    def flush(least: int) -> None:
+        for name, texts in waiting.items():
+            if len(texts) >= least:
+                tally.splits[name].bytes += writers[name].append(texts, lengths)
+                texts.clear()
+
+    found = taught(_admitted(sources, spec, lesson.spec.fields, codes, tally), lesson.teaching)
+    for done, item in enumerate(found, 1):
+        code = codes.popleft()
+        if done % _SAY_EVERY == 0:
+            say(done)
+        if isinstance(item, Fault):
+            tally.documents -= code != b""  # it was an example, and cannot be written
+            count_bad(Bad(item.place, item.what), bad_lines, tally)
+            continue
+        name = split_of(code, split)
+        counts, learned = tally.splits[name], [text for text in item[1] if len(text.ids)]
+        tally.untaught += not learned
+        counts.documents += len(learned)
+        counts.tokens += sum(len(text.ids) for text in learned)
+        counts.trained += sum(int(text.trained.sum()) for text in learned)
+        waiting[name] += learned
+        flush(_TOGETHER)
+    flush(1)
+
+
+def _admitted(
+    sources: Sequence[Source], spec: SetSpec, fields: Mapping[str, str], codes: deque[bytes], tally: Tally
+) -> Iterator[Example | Fault]:
+    """Yield examples without repeats, and what is none; its digest goes into ``codes``, b"" for what is none.
+
+    ValueError for a file that cannot be read to its end: no count could say what is lost.
+    """
+    seen: set[bytes] = set()
+    for source in sources:
+        tally.files += 1
+        for item in examples(source.path, fields):
+            code = b""
+            if isinstance(item, Blank):
+                tally.blank += 1
+                continue
+            if isinstance(item, Fault):
+                if item.kind == UNREADABLE:
+                    raise ValueError(str(item))
+            else:
+                tally.documents += 1
+                code = digest(item)
+                if spec.deduplicate and code in seen:
+                    tally.duplicate += 1
+                    continue
+                seen.add(code)
+            codes.append(code)
+            yield item
