@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -210,8 +210,7 @@ def write(directory: Path, tensors: Mapping[str, Planned], file_bytes: int) -> l
     count = len(groups)
     files = [SINGLE_FILE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     for file, group in zip(files, groups, strict=True):
-        with open(directory / file, "xb") as opened:
-            _write_file(opened, {name: tensors[name] for name in group})
+        write_file(directory / file, {name: tensors[name] for name in group})
     if count > 1:
         weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
         index = {"metadata": {"total_size": sum(p.nbytes for p in tensors.values())}, "weight_map": weight_map}
@@ -219,15 +218,17 @@ def write(directory: Path, tensors: Mapping[str, Planned], file_bytes: int) -> l
     return files
 
 
-def _write_file(opened: BinaryIO, tensors: Mapping[str, Planned]) -> None:
-    opened.write(header({name: (planned.dtype, planned.shape) for name, planned in tensors.items()}))
-    for planned in tensors.values():
-        tensor = planned.make().contiguous()
-        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape)
-        for part in _blocks(tensor.view(-1)):
-            opened.write(part.view(torch.uint8).numpy().data)
-    opened.flush()
-    os.fsync(opened.fileno())
+def write_file(path: Path, tensors: Mapping[str, Planned]) -> None:
+    """Write tensors into one new file. One tensor at a time is in memory."""
+    with open(path, "xb") as opened:
+        opened.write(header({name: (planned.dtype, planned.shape) for name, planned in tensors.items()}))
+        for planned in tensors.values():
+            tensor = planned.make().contiguous()
+            assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape)
+            for part in _blocks(tensor.view(-1)):
+                opened.write(part.view(torch.uint8).numpy().data)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _blocks(flat: Tensor, count: int = 1 << 22) -> Iterator[Tensor]:

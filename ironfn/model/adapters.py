@@ -30,7 +30,8 @@ from ironfn.types import Batch, Params
 
 EMBEDDING, HEAD, SUFFIX = "embed/tokens", "head/w", "_lora"
 ALL_LINEAR = "all-linear"
-_LINEAR = re.compile(r"blocks/\d+/(attn/w[qkvo]|mlp/(shared/)?w_(gate|up|down))")
+_IN_BLOCK = re.compile(r"blocks/\d+/(attn/w[qkvo]|mlp/(shared/)?w_(gate|up|down))")
+_LINEAR = re.compile(rf"{_IN_BLOCK.pattern}|blocks/\d+/mlp/shared_gate/w")
 _MATRIX = re.compile(rf"{_LINEAR.pattern}|blocks/\d+/mlp/experts/w_(gate|up|down)|{EMBEDDING}|{HEAD}")
 
 Adapt: TypeAlias = "Callable[[Params, str, Batch], Params]"
@@ -99,6 +100,17 @@ def first_adapter(
     return tree.unflatten(drawn)
 
 
+def frozen_base(spec: AdapterSpec, params: Params, layout: Table, mesh: Mesh = SINGLE) -> Params:
+    """Return this rank's part of a model as it is frozen: the blocks' matrices in NF4 where the spec says so.
+
+    Experts, routers and tables stay as they are, as with bitsandbytes. Every rank calls this together. ValueError for
+    matrices that NF4 does not take.
+    """
+    if spec.base == "none":
+        return params
+    return nf4.quantize(params, lambda path: bool(_IN_BLOCK.fullmatch(path)), layout, mesh)
+
+
 def _drawn(path: str, shape: tuple[int, ...], seed: int) -> Tensor:
     if path == f"{EMBEDDING}{SUFFIX}/b":
         return rng.normal(shape, 1.0, seed, "adapter", path)
@@ -122,7 +134,8 @@ def _whole(base: Params, path: str, layout: Table, mesh: Mesh) -> Tensor:
 
 
 def _length(w: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(w, dim=dim, dtype=torch.promote_types(w.dtype, torch.float32))
+    high = torch.promote_types(w.dtype, torch.float32)
+    return torch.linalg.vector_norm(w, dim=dim, dtype=high).clamp(min=torch.finfo(high).tiny)  # a row that no id has
 
 
 @frozen(eq=False)

@@ -51,7 +51,7 @@ def magnitude_levels() -> Tensor:
 
 def _nearest(x: Tensor, levels: Tensor) -> Tensor:
     """Return the number of the nearest level, the lower one half-way between two."""
-    return torch.bucketize(x, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _scaled(x: Tensor, most: Tensor) -> Tensor:

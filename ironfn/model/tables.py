@@ -16,7 +16,7 @@ _ADAPTERS = (
     (rf"{_WIDENING}_lora/b", _COLUMNS),
     (rf"{_WIDENING}_lora/m", _ROWS),
     (rf"{_NARROWING}_lora/a", _ROWS),
-    (rf"{_NARROWING}_lora/(b|m)", _PARTIAL),
+    (rf"{_NARROWING}_lora/(b|m)|blocks/\d+/mlp/shared_gate/w_lora/.*", _PARTIAL),
     (r"blocks/\d+/mlp/experts/(w_gate|w_up)_lora/a", Placement((("ep", 0),), partial=("tp",))),
     (r"blocks/\d+/mlp/experts/(w_gate|w_up)_lora/b", Placement((("ep", 0), ("tp", 2)))),
     (r"blocks/\d+/mlp/experts/w_down_lora/a", Placement((("ep", 0), ("tp", 1)))),
