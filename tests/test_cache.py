@@ -25,7 +25,7 @@ def test_a_pool_takes_the_bytes_that_a_budget_counts(tp: int, dtype: torch.dtype
         assert [blocks_within(budget + more, ARCH, 4, mesh, dtype) for more in (-1, 0, budget)] == [4, 5, 10]
         return [(x.shape, len({t.data_ptr() for t in tensors})) for x in tensors if x.dtype == dtype and not x.any()]
 
-    assert fake.run(parts, tp=tp) == [[((20, 2 // tp, 6), 6)] * 6] * tp
+    assert fake.run(parts, tp=tp) == [[((2 // tp, 20, 6), 6)] * 6] * tp
 
 
 def test_a_budget_below_one_block_is_refused_with_what_one_takes() -> None:
@@ -44,7 +44,7 @@ def test_tokens_are_copied_in_every_layer_as_if_at_once() -> None:
     for x, old in zip(tensors, before, strict=True):
         expected = old.clone()
         for source, target, count in copies:
-            expected[target : target + count] = old[source : source + count]
+            expected[:, target : target + count] = old[:, source : source + count]
         assert torch.equal(x, expected)
         assert not torch.equal(x, old)
     assert copy_tokens(pool, []) is pool

@@ -14,9 +14,10 @@ from ironfn.model.arch import Arch
 
 @frozen(eq=False)
 class Pool:
-    """Hold a cache's tensors: one a layer, [slots, kv_heads of this rank, head_dim].
+    """Hold a cache's tensors: one a layer, [kv_heads of this rank, slots, head_dim].
 
-    A token at place p of block b is in slot b * size + p.
+    A token at place p of block b is in slot b * size + p. Heads come first because each reads a text's slots alone:
+    from memory that lies together it does so up to twice as fast.
     """
 
     keys: tuple[Tensor, ...]
@@ -30,7 +31,8 @@ def make_pool(
 
     It is of zeros, because a masked product with what happens to lie in memory may be no number.
     """
-    shape = (count * size, *_heads(arch, mesh))
+    heads, width = _heads(arch, mesh)
+    shape = (heads, count * size, width)
     keys, values = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(arch.layers)) for _ in range(2))
     return Pool(keys, values)
 
@@ -63,7 +65,7 @@ def copy_tokens(pool: Pool, copies: Sequence[tuple[int, int, int]]) -> Pool:
         torch.cat([torch.arange(copy[end], copy[end] + copy[2]) for copy in copies]).to(device) for end in (0, 1)
     )
     for x in (*pool.keys, *pool.values):
-        x.index_copy_(0, target, x.index_select(0, source))
+        x.index_copy_(1, target, x.index_select(1, source))
     return pool
 
 

@@ -24,7 +24,7 @@ from ironfn.generate.pieces import Part, Piece, Stretches, Text, cut, pieces, te
 from ironfn.model.attention import Attention
 from ironfn.model.causal import PLAIN, Look, causal, sdpa
 
-aten: Any = torch.ops.aten
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _BLOCK = 512
 """Rows M whose scores are written out at a time."""
@@ -53,12 +53,14 @@ class _Padded:
 class _Plan:
     """Hold how a flat row attends under one window.
 
-    fresh: rows of texts of which nothing is cached. alone: pieces that are all that their rows see. joint: pieces to
-    put together; parts: for each row that they are about, which of all their rows it is made of, and a number more
-    than there are where it is of fewer. order: where each row is among the results; None where they come in order.
+    fresh: rows of texts of which nothing is cached. alone: pieces that are all that their rows see; runs: those among
+    them of one row and one run of slots, on a CPU: what decoding mostly is. joint: pieces to put together; parts: for
+    each row that they are about, which of all their rows it is made of, and a number more than there are where it is of
+    fewer. order: where each row is among the results; None where they come in order.
     """
 
     fresh: list[slice]
+    runs: list[_Placed]
     alone: list[_Placed]
     joint: list[_Placed]
     parts: Tensor
@@ -92,10 +94,14 @@ def _attention(pool: Pool, parts: Sequence[Part], pad: Callable[[Text], bool]) -
 
     def attend(q: Tensor, k: Tensor, v: Tensor, look: Look = PLAIN) -> Tensor:
         keys, values = pool.keys[look.layer], pool.values[look.layer]
-        keys.index_copy_(0, new, k[0].to(keys.dtype))
-        values.index_copy_(0, new, v[0].to(values.dtype))
+        keys.index_copy_(1, new, k[0].transpose(0, 1))
+        values.index_copy_(1, new, v[0].transpose(0, 1))
         how = plan(look.window)
         done = [causal(q[:, at], k[:, at], v[:, at], look)[0] for at in how.fresh]
+        if how.runs and look.softcap is None and look.slopes is None:
+            done.append(_run_by_run(q[0], how.runs, keys, values, look.scale))
+        else:
+            done += [_seen(q[0], each, keys, values, look)[0] for each in how.runs]
         done += [_seen(q[0], each, keys, values, look)[0] for each in how.alone]
         if how.joint:
             done.append(_joined([_seen(q[0], each, keys, values, look) for each in how.joint], how.parts))
@@ -117,23 +123,30 @@ def _planned(found: Sequence[Text], pad: Callable[[Text], bool], device: torch.d
     seen = pieces((text for text in found if text.rows not in fresh and not pad(text)), window)
     times = Counter(row for piece in seen for row in piece.rows)
     alone = [piece for piece in seen if all(times[row] == 1 for row in piece.rows)]
+    runs = [piece for piece in alone if _is_run(piece) and device.type == "cpu"]
+    alone = [piece for piece in alone if piece not in runs]
     joint = [piece for piece in seen if any(times[row] > 1 for row in piece.rows)]
     made: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(row for piece in joint for row in piece.rows):
         made[row].append(number)
     at = torch.tensor([place for text in found for place in range(text.part.start, text.end)], device=device)
     placed = partial(_placed, at)
-    rows = [*(row for rows in fresh for row in rows), *(row for piece in alone for row in piece.rows), *made]
+    rows = [*(row for rows in fresh for row in rows), *(row for piece in (*runs, *alone) for row in piece.rows), *made]
     rows += [text.rows[0] for text in many]
     order = sorted(range(len(rows)), key=rows.__getitem__)
     return _Plan(
         fresh=[slice(rows[0], rows[-1] + 1) for rows in fresh],
+        runs=[placed(piece) for piece in runs],
         alone=[placed(piece) for piece in alone],
         joint=[placed(piece) for piece in joint],
         parts=_rectangle(list(made.values()), device),
         padded=_padded(many, at, window) if many else None,
         order=None if order == list(range(len(rows))) else torch.tensor(order, device=device),
     )
+
+
+def _is_run(piece: Piece) -> bool:
+    return len(piece.rows) == 1 and len(piece.stretches) == 1
 
 
 def _rectangle(parts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -182,34 +195,44 @@ def _terms(at: Tensor, places: Tensor, look: Look, masked: bool, q: Tensor) -> T
 def _seen(q: Tensor, placed: _Placed, keys: Tensor, values: Tensor, look: Look) -> tuple[Tensor, Tensor]:
     """Return what rows of q [N, H, C] make of a piece, [n, H, C], and the logsumexps of their scores, [n, H]."""
     piece, q = placed.piece, q[placed.rows]
-    k, v = (_read(x, piece.stretches).to(q.dtype) for x in (keys, values))
+    k, v = (_read(x, piece.stretches) for x in (keys, values))
     terms = None
     if piece.masked or look.slopes is not None:
-        places = torch.arange(piece.first, piece.first + len(k), device=q.device)
+        places = torch.arange(piece.first, piece.first + k.shape[1], device=q.device)
         terms = _terms(placed.at, places, look, piece.masked, q)
     return _mixed(q, k, v, terms, look)
 
 
 def _read(x: Tensor, stretches: Stretches) -> Tensor:
-    found = [x[start:stop] for start, stop in stretches]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    found = [x[:, start:stop] for start, stop in stretches]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _run_by_run(q: Tensor, runs: Sequence[_Placed], keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """Return what single rows make of a run of slots each, [n, H, C], in as few calls as there can be."""
+    k, v = keys[None], values[None]
+    rows = q.unflatten(1, (len(keys), -1))[:, None].unbind()
+    done: list[Tensor] = []
+    for placed in runs:
+        ((start, stop),), row = placed.piece.stretches, rows[placed.piece.rows[0]]
+        seen, mixed = k.narrow(2, start, stop - start), v.narrow(2, start, stop - start)
+        done.append(_flash(row, seen, mixed, scale=scale)[0])
+    return (torch.cat(done) if len(done) > 1 else done[0]).reshape(len(runs), *q.shape[1:])
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, terms: Tensor | None, look: Look) -> tuple[Tensor, Tensor]:
-    """Attend from q [n, H, C] to k, v [T, K, C]: the heads that share keys are rows of one product."""
+    """Attend from q [n, H, C] to k, v [K, T, C]: the heads that share keys are rows of one product."""
     count, heads, width = q.shape
-    share = heads // k.shape[1]
+    share = heads // len(k)
     q_KMC = q.unflatten(1, (-1, share)).transpose(0, 1).flatten(1, 2)
     if terms is not None:
         terms = terms.unflatten(0, (-1, share)) if len(terms) > 1 else terms[:, None].expand(-1, share, -1, -1)
         terms = terms.transpose(1, 2).flatten(1, 2)
     if look.softcap is None and q.device.type == "cpu":
-        flash = aten._scaled_dot_product_flash_attention_for_cpu
         mask = None if terms is None else terms[None]
-        k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        out, total = (x[0] for x in flash(q_KMC[None], k, v, attn_mask=mask, scale=look.scale))
+        out, total = (x[0] for x in _flash(q_KMC[None], k[None], v[None], attn_mask=mask, scale=look.scale))
     else:
-        out, total = _written_out(q_KMC, k.transpose(0, 1), v.transpose(0, 1), terms, look)
+        out, total = _written_out(q_KMC, k, v, terms, look)
     out = out.unflatten(1, (count, share)).transpose(0, 1).reshape(count, heads, width)
     return out, total.unflatten(1, (count, share)).transpose(0, 1).reshape(count, heads)
 
@@ -241,14 +264,14 @@ def _joined(found: Sequence[tuple[Tensor, Tensor]], parts: Tensor) -> Tensor:
 
 def _gathered(q: Tensor, padded: _Padded, keys: Tensor, values: Tensor, look: Look) -> Tensor:
     """Return what one row each of n texts makes of its own cache, [n, H, C]."""
-    q, k, v = q[padded.rows], keys[padded.slots].to(q.dtype), values[padded.slots].to(q.dtype)
+    q, k, v = q[padded.rows], keys[:, padded.slots], values[:, padded.slots]
     terms = _terms(padded.at, padded.places, look, True, q)
     if look.softcap is None:
         mask = terms.transpose(0, 1)[:, :, None].to(q.dtype)
-        return sdpa(q[:, None], k, v, mask, look.scale)[:, 0]
-    share = q.shape[1] // k.shape[2]
-    terms = terms.transpose(0, 1).expand(-1, q.shape[1], -1).reshape(-1, share, k.shape[1])
+        return sdpa(q[:, None], k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mask, look.scale)[:, 0]
+    share = q.shape[1] // len(k)
+    terms = terms.transpose(0, 1).expand(-1, q.shape[1], -1).reshape(-1, share, k.shape[2])
     rows = q.unflatten(1, (-1, share)).flatten(0, 1)
-    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    k, v = (x.transpose(0, 1).flatten(0, 1) for x in (k, v))
     mixed, _ = _written_out(rows, k, v, terms, look)
     return mixed.view_as(q)

@@ -16,6 +16,7 @@ from ironfn.mesh.pairs import LENGTH
 from ironfn.model.attention import Attention, Dropout, by_span
 from ironfn.model.experts import Choice, grouped
 from ironfn.model.fused import Activation
+from ironfn.model.weights import Weight
 from ironfn.types import Batch, Params
 
 
@@ -69,7 +70,12 @@ def ready(params: Params, how: Forward, batch: Batch, prefix: str = "") -> Param
     as it is, and the lengths of an adapter's columns are float32 or better.
     """
 
+    if how.compute is None and how.fetch is here:
+        return how.adapt(params, prefix, batch)
+
     def to(path: str, x: Tensor) -> Tensor:
+        if isinstance(x, Weight):
+            return x
         if how.compute is None or "_nf4/" in path:
             return how.fetch(path, x, x.dtype)
         high = (

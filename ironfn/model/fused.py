@@ -39,7 +39,13 @@ GELU_TANH = Activation(
 def _rstd(x: Tensor, eps: float) -> Tensor:
     """Return 1 / sqrt(mean(x²) + eps) over the last dimension, in float32 or better whatever the dtype of ``x``."""
     high = torch.promote_types(x.dtype, torch.float32)
-    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high).square() / x.shape[-1] + eps)
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high).square()
+    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _underived() -> bool:
+    """Tell whether nobody asks for a derivative of what is computed now."""
+    return not (torch.is_grad_enabled() or forward_ad_is_on() or torch._C._are_functorch_transforms_active())
 
 
 def call(function: Any, *arguments: Any) -> Any:
@@ -47,10 +53,7 @@ def call(function: Any, *arguments: Any) -> Any:
 
     A compiler cannot look into a function that has a ``jvp``: it is given the plain form, too.
     """
-    plain = torch.compiler.is_compiling() or not (
-        torch.is_grad_enabled() or forward_ad_is_on() or torch._C._are_functorch_transforms_active()
-    )
-    return (function.forward if plain else function.apply)(*arguments)
+    return (function.forward if _underived() or torch.compiler.is_compiling() else function.apply)(*arguments)
 
 
 def forward_ad_is_on() -> bool:
@@ -104,6 +107,8 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
     Statistics are float32 or better; the result has the dtype of ``x``. Keeps ``x`` and one number a row.
     """
+    if x.dtype == scale.dtype and x.dtype in (torch.float32, torch.float64) and _underived():
+        return F.rms_norm(x, scale.shape, scale, eps)
     return call(_RmsNorm, x, scale, eps)[0]
 
 
@@ -265,6 +270,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The transpose is the turn back.
     """
     return call(_Rotate, x, cos, sin)
+
+
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn q and k by the same angles, at once where nobody asks for a derivative: calls are what that costs."""
+    if not _underived():
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    q, k = _turn(torch.cat([q, k], 2), cos, sin).split_with_sizes((q.shape[2], k.shape[2]), 2)
+    return q, k
 
 
 def lookup(ids: Tensor, table: Tensor) -> Tensor:

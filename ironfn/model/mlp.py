@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ironfn.model import fused
@@ -33,15 +35,23 @@ def plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
+def products(x: Tensor, p: Params, *names: str) -> Sequence[Tensor]:
+    """Return x w for every leaf w of these names: one product, where `weights` has joined them."""
+    joint = p.get("+".join(names))
+    if isinstance(joint, Weight):
+        return joint.times(x).split_with_sizes(joint.sizes, -1)
+    return [fused.linear(x, leaf(p, name)) for name in names]
+
+
 def feed_forward(x_BTD: Tensor, p: Params, arch: Arch) -> Tensor:
     """Return the feed-forward of x without its last bias: inside a tensor-parallel region it is a part of a sum."""
     act = activation(arch)
-    w_up, w_down = leaf(p, "w_up"), leaf(p, "w_down")
-    plain = not any(isinstance(p.get(name), Weight) for name in ("w_gate", "w_up", "w_down"))
-    if arch.gated and "b_up" not in p and plain:
-        return fused.gated_mlp(x_BTD, leaf(p, "w_gate"), w_up, w_down, act)
-    up_BTF = plus(fused.linear(x_BTD, w_up), maybe(p, "b_up"))
+    w_down = leaf(p, "w_down")
     if not arch.gated:
-        return fused.activate_down(up_BTF, w_down, act)
-    gate_BTF = plus(fused.linear(x_BTD, leaf(p, "w_gate")), maybe(p, "b_gate"))
-    return fused.linear(act.value(gate_BTF) * up_BTF, w_down)
+        return fused.activate_down(plus(fused.linear(x_BTD, leaf(p, "w_up")), maybe(p, "b_up")), w_down, act)
+    plain = all(isinstance(p.get(name), Tensor) for name in ("w_gate", "w_up", "w_down"))
+    if plain and "b_up" not in p:
+        return fused.gated_mlp(x_BTD, leaf(p, "w_gate"), leaf(p, "w_up"), w_down, act)
+    gate_BTF, up_BTF = products(x_BTD, p, "w_gate", "w_up")
+    gate_BTF = plus(gate_BTF, maybe(p, "b_gate"))
+    return fused.linear(act.value(gate_BTF) * plus(up_BTF, maybe(p, "b_up")), w_down)

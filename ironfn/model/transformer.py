@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ironfn.model import fused
 from ironfn.model.arch import Arch
 from ironfn.model.causal import Look, alibi_slopes
 from ironfn.model.forward import DEFAULT, Forward, ready, share
-from ironfn.model.mlp import feed_forward, maybe, plus
+from ironfn.model.mlp import feed_forward, maybe, plus, products
 from ironfn.model.moe import Seen, joined, mixture
 from ironfn.model.rope import Angles, angles
 from ironfn.model.routing import check_given
@@ -64,24 +64,26 @@ def _norm_heads(x_BTHC: Tensor, scale: Tensor, arch: Arch, mesh: Mesh) -> Tensor
 
 def _attention(x_BTD: Tensor, p: Params, arch: Arch, mesh: Mesh, attend: Mix, angles: Angles | None) -> Tensor:
     q, k, v = (
-        plus(fused.linear(x_BTD, leaf(p, f"w{name}")), maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
-        for name in "qkv"
+        plus(x, maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
+        for name, x in zip("qkv", products(x_BTD, p, "wq", "wk", "wv"), strict=True)
     )
     if arch.qk_norm != "none":
         q, k = (_norm_heads(x, leaf(branch(p, f"{n}_norm"), "scale"), arch, mesh) for n, x in (("q", q), ("k", k)))
     if arch.attention_clip is not None:
         q, k, v = (x.clamp(-arch.attention_clip, arch.attention_clip) for x in (q, k, v))
     if angles is not None:
-        q, k = _rotated(q, angles), _rotated(k, angles)
+        q, k = _rotated(q, k, angles)
     return fused.linear(attend(q, k, v).flatten(2), leaf(p, "wo"))
 
 
-def _rotated(x: Tensor, angles: Angles) -> Tensor:
+def _rotated(q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
     """Turn the first numbers of each head: all of them, unless there are fewer angles."""
     turned = angles[0].shape[-1]
-    if turned == x.shape[-1]:
-        return fused.rotate(x, *angles)
-    return torch.cat([fused.rotate(x[..., :turned], *angles), x[..., turned:]], -1)
+    if turned == q.shape[-1]:
+        return fused.rotate_both(q, k, *angles)
+    first = fused.rotate_both(q[..., :turned], k[..., :turned], *angles)
+    q, k = (torch.cat([part, x[..., turned:]], -1) for part, x in zip(first, (q, k), strict=True))
+    return q, k
 
 
 def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, mesh: Mesh) -> Tensor:
@@ -198,9 +200,11 @@ def head_weight(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor:
     """Return the matrix [V, D] that turns hidden states into logits: the embedding itself where it is tied.
 
     It is in the parameters' dtype: the head's float32 accumulation is its caller's choice. The head's adapter is in it,
-    that of a tied embedding is not.
+    that of a tied embedding is not. A `weights.Weight` comes as it is: it stands for [D, V].
     """
     path = "embed/tokens" if arch.tied else "head/w"
+    if not arch.tied and isinstance(weight := branch(params, "head").get("w"), Weight):
+        return cast("Tensor", weight)
     known = tree.flatten({name: params[name] for name in ("embed", "head") if name in params})
     own = {f"head/w{p.removeprefix(path)}": p for p in known if re.fullmatch(rf"{path}(_nf4/.*)?", p)}
     own |= {p: p for p in known if p.startswith("head/w_lora/")}
@@ -219,7 +223,8 @@ def head_bias(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor | No
 def scored(x: Tensor, params: Params, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> Tensor:
     """Return the logits [..., vocab] of hidden states [..., D], whole on every rank and in the dtype of ``x``."""
     bias = head_bias(params, arch, how)
-    product = fused.linear(x, head_weight(params, arch, how).to(x.dtype).t())
+    weight = head_weight(params, arch, how)
+    product = fused.linear(x, weight if isinstance(weight, Weight) else weight.to(x.dtype).t())
     local = plus(product, None if bias is None else bias.to(x.dtype))
     whole = mesh.tp.backend.all_gather(local, x.dim() - 1)[..., : arch.vocab]
     cap = arch.logit_softcap
