@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +135,21 @@ def test_every_fault_is_told_at_once(save: Callable[..., Path]) -> None:
 def test_a_tied_head_that_is_stored_all_the_same_is_one_tensor(save: Callable[..., Path]) -> None:
     params, _ = taken_in(save("llama-biased", lambda t: t.update({HEAD: t[TABLE].clone()})))
     assert "head" not in params
+
+
+def test_leaves_that_share_memory_go_out_whole_and_a_tied_head_once(save: Callable[..., Path], tmp_path: Path) -> None:
+    """Views of one buffer are no reason to drop either, nor to refuse; only what is tied is one tensor."""
+    params, arch = taken_in(save("llama"))
+    leaves = tree.flatten(params)
+    buffer = torch.randn(VOCAB + 1, 32)
+    leaves |= {"embed/tokens": buffer[1:], "head/w": buffer[:-1], "blocks/1/mlp/w_down": leaves["blocks/0/mlp/w_down"]}
+    export_model(tmp_path / "shared", arch, leaves, carried={}, tokenizer=None)
+    equal(taken_in(tmp_path / "shared")[0], tree.unflatten(leaves))
+    tied, arch = taken_in(save("llama-biased"))
+    export_model(tmp_path / "tied", arch, tree.flatten(tied), carried={}, tokenizer=None)
+    assert arch.tied
+    assert json.loads((tmp_path / "tied/config.json").read_text())["tie_word_embeddings"] is True
+    assert HEAD not in load_file(tmp_path / "tied/model.safetensors")
 
 
 def test_known_buffers_are_passed_over(save: Callable[..., Path]) -> None:
