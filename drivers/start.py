@@ -52,6 +52,8 @@ def first_weights(
 
 
 def _is_hf(source: Path) -> bool:
+    if source.is_file():
+        raise ValueError(f"model.init_from: {source} is a file; `ironfn convert {source} NEW` makes a run of a GGUF")
     if not source.is_dir():
         raise ValueError(f"model.init_from: there is no directory {source}")
     return is_directory(source)

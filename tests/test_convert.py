@@ -212,6 +212,8 @@ def test_first_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     where = places(RunSpec(), other, SINGLE).params
     with pytest.raises(ValueError, match=r"layers is 2 there and 3 here; norm_eps is 0\.001 there and 0\.1 here"):
         first_weights(tmp_path / "hf", other, where, SINGLE, torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"config\.json is a file; `ironfn convert"):
+        first_weights(tmp_path / "hf/config.json", other, where, SINGLE, torch.float32, CPU)
     with pytest.raises(ValueError, match="there is no directory"):
         first_weights(tmp_path / "no", other, where, SINGLE, torch.float32, CPU)
     assert other.vocab == VOCAB
