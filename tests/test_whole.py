@@ -20,9 +20,10 @@ from .test_convert import done, ironfn, source
 __all__ = ["source"]
 ROOT = Path(__file__).parents[1]
 CHILD = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from ironfn.hf import whole
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this may ignore it
 with getattr(whole, sys.argv[1])(Path(sys.argv[2])) as aside:
     (aside / "half" if aside.is_dir() else aside).write_bytes(b"half")
     print("writing", flush=True)
