@@ -41,6 +41,13 @@ NARROW = TEMPLATES["marked"].replace(
 )
 # As QwQ's: what asks for an answer opens its reasoning, which old answers do not have.
 OPENING = TEMPLATES["chatml"].replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")
+# Marks in two parts, which touch.
+PARTED = TEMPLATES["marked"].replace(
+    "{{- message.content + close() }}{%- endgeneration %}",
+    "{{- message.content }}{%- endgeneration %}{%- generation %}{{- close() }}{%- endgeneration %}",
+)
+# As Phi 3's: an end behind the last message, whoever said it.
+CLOSING = TEMPLATES["chatml"].replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 TURNS = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "First."},
@@ -182,6 +189,32 @@ def test_a_template_that_rewrites_history_gives_a_text_for_each_answer(both: Any
     assert stretches(only, teaching.vocabulary) == learned[0]
     (kept,) = taught(TURNS, teaching, rewritten="refuse")  # nothing is rewritten where there is no reasoning
     assert len(stretches(kept, teaching.vocabulary)) == 2
+
+
+def test_marks_that_touch_are_one_answer(both: Any) -> None:
+    teaching, theirs = both(PARTED)
+    right = theirs.apply_chat_template(TURNS, return_assistant_tokens_mask=True, return_dict=True)
+    (ours,) = taught(TURNS, teaching)
+    assert ours.trained.astype(int).tolist() == right["assistant_masks"]
+    teaching, _ = both(PARTED.replace("{%- generation %}{{- close()", "{{- '\n' }}{%- generation %}{{- close()"))
+    (ours,) = taught(TURNS, teaching)
+    assert stretches(ours, teaching.vocabulary) == ["First.\n<|im_end|>", " Second, and more. \n<|im_end|>"]
+
+
+def test_what_begins_the_next_text_does_not_end_an_answer(both: Any) -> None:
+    teaching, _ = both(WORDS.replace("{{ m.role +", "{{ ('<s>' if m.role == 'user' else '') + m.role +"))
+    (ours,) = taught(TURNS, teaching)
+    assert stretches(ours, teaching.vocabulary) == ["First.\n", " Second, and more. \n</s>"]
+
+
+def test_an_end_behind_the_last_message_alone_rewrites_nothing(both: Any) -> None:
+    teaching, theirs = both(CLOSING)
+    (ours,) = taught(TURNS, teaching, rewritten="refuse")
+    whole = theirs.apply_chat_template(TURNS)["input_ids"]
+    assert ours.ids.tolist() == whole[: len(ours.ids)]
+    assert stretches(ours, teaching.vocabulary)[0] == "First.<|im_end|>"
+    (asked,) = taught([*TURNS, {"role": "user", "content": "three"}], teaching, rewritten="refuse")
+    assert stretches(asked, teaching.vocabulary) == ["First.<|im_end|>", " Second, and more. <|im_end|>"]
 
 
 def test_tools_and_calls_are_written_as_transformers_writes_them(both: Any) -> None:

@@ -116,29 +116,61 @@ def _texts(whole: str, wanted: Sequence[int], play: _Play) -> list[tuple[str, li
     for number in reversed(wanted):
         asked, told = play.asking(number), play.until(number + 1).text
         if not told.startswith(asked):
-            at = next((i for i, (a, b) in enumerate(zip(asked, told, strict=False)) if a != b), len(told))
+            at = _common(asked, told)
             what = f"the template asks for messages[{number}] with {asked[at:][:40]!r}, but writes {told[at:][:40]!r}"
             raise Fault(
                 play.place, "template", f"{what}; give the message what it leaves out, or take another template"
             )
-        home = next((spans for text, spans in texts if text.startswith(told)), None)
+        ends = ((_stands(text, asked, told, play.chat), spans) for text, spans in texts)
+        end, home = next(((end, spans) for end, spans in ends if end), (len(told), None))
         if home is None:
             texts.append((told, home := []))
-        home.insert(0, (len(asked), len(told)))
+        home.insert(0, (len(asked), end))
     return [(text, spans) for text, spans in texts if spans]
+
+
+def _stands(text: str, asked: str, told: str, chat: Chat) -> int:
+    """Return where an answer ends in a text, if it stands in it as it was given; else 0.
+
+    What a template puts behind the last message alone, such as an end of the whole, need not stand there.
+    """
+    if text.startswith(told):
+        return len(told)
+    same = told[: _common(text, told)]
+    closed = [found.end() for found in chat.names.finditer(same, len(asked))]
+    rest = re.compile(rf"(?:\s|{chat.names.pattern})*")
+    return closed[-1] if closed and rest.fullmatch(told, closed[-1]) else 0
+
+
+def _common(one: str, two: str) -> int:
+    """Return how many characters two texts have in common at the beginning."""
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]], chat: Chat, marks: Sequence[str], *, exact: bool) -> Script:
     """Cut a text where answers begin and end. exact: what the spans hold is trained to their ends."""
     found: list[Stretch] = []
     at, opened = 0, False
-    for first, last in spans:
+    for first, last in _apart(spans):
+        if last <= at:
+            continue  # what ended the one before
         first = max(first, at)
         found.append(Stretch(text[at:first], False))
         at, closes, opened = _end(text, first, last, chat, exact=exact)
         found.append(Stretch(text[first:at], True, closes))
     found.append(Stretch(text[at:], False))
     return Script(tuple(each for each in found if each.text), marks, opened)
+
+
+def _apart(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return stretches with those that touch as one."""
+    apart: list[tuple[int, int]] = []
+    for first, last in spans:
+        if apart and first <= apart[-1][1]:
+            before = apart.pop()
+            first, last = before[0], max(before[1], last)
+        apart.append((first, last))
+    return apart
 
 
 def _end(text: str, first: int, last: int, chat: Chat, *, exact: bool) -> tuple[int, bool, bool]:
