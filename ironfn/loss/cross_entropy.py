@@ -98,6 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
                 x_grad[place] = product(grad, w_used)
             if need[1]:
                 _add_product(w_grad, grad, x_part)
+            del grad, tanh  # or the next chunk's logits would stand beside them
         return total, x_grad, w_grad, b_grad
 
     @staticmethod

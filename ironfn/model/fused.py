@@ -6,16 +6,18 @@ so that a loss built on them works under `torch.func` too. None of them changes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from ironfn.model.matmul import product, weight_grad
+from ironfn.model.matmul import plain, product, weight_grad
+from ironfn.model.modes import call, forward_ad_is_on, underived
+from ironfn.model.norms import Normed, normed
 from ironfn.model.weights import Weight
 
 aten: Any = torch.ops.aten
@@ -36,113 +38,89 @@ GELU_TANH = Activation(
 )
 
 
-def _rstd(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x²) + eps) over the last dimension, in float32 or better whatever the dtype of ``x``."""
-    high = torch.promote_types(x.dtype, torch.float32)
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high).square()
-    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+def _kept(ctx: Any, wanted: bool, x: Tensor, source: list[Tensor], *others: Tensor) -> None:
+    """Save the others and, where x is wanted for a gradient, its source."""
+    forward = forward_ad_is_on()
+    ctx.dtype, ctx.others = x.dtype, len(others)
+    saved = (*others, *((source or [x]) if wanted or forward else ()))
+    ctx.save_for_backward(*saved)
+    if forward:
+        ctx.save_for_forward(*saved)
 
 
-def _underived() -> bool:
-    """Tell whether nobody asks for a derivative of what is computed now."""
-    return not (torch.is_grad_enabled() or forward_ad_is_on() or torch._C._are_functorch_transforms_active())
+def _saved(ctx: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """Return what gives x, when it is wanted, and the others, as they were given to `_kept`."""
+    tensors = list(ctx.saved_tensors)  # unpacked once: remat does not allow it twice
+    others, source = tensors[: ctx.others], tensors[ctx.others :]
+    return (lambda: source[0] if len(source) == 1 else normed(ctx.dtype, *source)), others
 
 
-def call(function: Any, *arguments: Any) -> Any:
-    """Apply a function, or only its plain form where nobody asks for a derivative: `apply` costs as much as a product.
+class _Linears(torch.autograd.Function):
+    """(x, number of weights, weights and then the source of x) -> the products."""
 
-    A compiler cannot look into a function that has a ``jvp``: it is given the plain form, too.
-    """
-    return (function.forward if _underived() or torch.compiler.is_compiling() else function.apply)(*arguments)
-
-
-def forward_ad_is_on() -> bool:
-    """Tell whether somebody may ask for forward derivatives: only then is anything kept for them."""
-    return forward_ad._current_level >= 0
-
-
-class _RmsNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rstd = _rstd(x, eps)
-        return (x * rstd).mul_(scale).to(x.dtype), rstd
+    def forward(x: Tensor, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(product(x, w) for w in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, scale, ctx.eps = inputs
-        ctx.mark_non_differentiable(output[1])
+        x, count, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, scale, output[1])
-        ctx.save_for_forward(x, scale, output[1])
+        _kept(ctx, any(ctx.needs_input_grad[2 : 2 + count]), x, tensors[count:], *tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, scale, rstd = ctx.saved_tensors
-        width = x.shape[-1]
-        high, x_high, scale_high = (t.to(rstd.dtype) for t in (grad, x, scale))
-        # LayerNorm's fused backward with a mean of 0 lacks one term: it takes the mean of the gradient away, which no
-        # RMSNorm does. Putting that back is still an order of magnitude less work than the formula in plain operations.
-        x_grad, scale_grad, _ = aten.native_layer_norm_backward(
-            high, x_high, [width], torch.zeros_like(rstd), rstd, scale_high, None, [True, True, False]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weights = _saved(ctx)
+        need_x, _, *need = ctx.needs_input_grad
+        x_grad: Tensor | None = None
+        for grad, w in zip(grads, weights, strict=True):
+            if need_x and grad is not None:
+                part = product(grad, w.t())
+                x_grad = part if x_grad is None else x_grad.add_(part)
+        value = x() if any(need[: len(weights)]) else None
+        weight_grads = (
+            None if value is None or grad is None or not wanted else weight_grad(value, grad)
+            for grad, wanted in zip(grads, need, strict=False)
         )
-        x_grad = x_grad.add_((high @ scale_high).unsqueeze(-1) * rstd / width)
-        return x_grad.to(grad.dtype), scale_grad.to(scale.dtype), None
+        return x_grad, None, *weight_grads, *(None,) * (len(need) - len(weights))
 
     @staticmethod
-    def jvp(ctx: Any, dx: Tensor | None, dscale: Tensor | None, _: None) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, scale, rstd = ctx.saved_tensors
-        unit = x * rstd
-        change = (
-            torch.zeros_like(unit) if dx is None else (dx - unit * (unit * dx).mean(-1, keepdim=True)) * rstd * scale
+    def jvp(ctx: Any, dx: Tensor | None, _: None, *changes: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        source, weights = _saved(ctx)
+        x = source()
+        zero = torch.zeros_like(x)
+        return tuple(
+            (zero if dx is None else dx) @ w + (0 if dw is None else x @ dw)
+            for w, dw in zip(weights, changes, strict=False)
         )
-        if dscale is not None:
-            change = change + unit * dscale
-        return change.to(x.dtype), None
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x²) + eps) * scale over the last dimension (Zhang & Sennrich 2019, arXiv 1910.07467).
-
-    Statistics are float32 or better; the result has the dtype of ``x``. Keeps ``x`` and one number a row.
-    """
-    if x.dtype == scale.dtype and x.dtype in (torch.float32, torch.float64) and _underived():
-        return F.rms_norm(x, scale.shape, scale, eps)
-    return call(_RmsNorm, x, scale, eps)[0]
-
-
-class _Linear(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return product(x, w)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, w = inputs
-        need_x, need_w = ctx.needs_input_grad
-        ctx.save_for_backward(x if need_w else None, w if need_x else None)
-        if forward_ad_is_on():
-            ctx.save_for_forward(x, w)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w = ctx.saved_tensors
-        need_x, need_w = ctx.needs_input_grad
-        return product(grad, w.t()) if need_x else None, weight_grad(x, grad) if need_w else None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w = ctx.saved_tensors
-        change = torch.zeros_like(x @ w) if dx is None else dx @ w
-        return change if dw is None else change + x @ dw
+def linears(x: Normed, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return x w for every w, as `linear` does. Keeps the source of x once for all."""
+    if any(isinstance(w, Weight) for w in weights):
+        return tuple(linear(x.value, w) for w in weights)
+    return call(_Linears, x.value, len(weights), *weights, *x.source)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
     """Return x w with x [..., in] and w [in, out], or a `weights.Weight` in its place."""
-    return w.times(x) if isinstance(w, Weight) else call(_Linear, x, w)
+    return w.times(x) if isinstance(w, Weight) else linears(Normed(x), w)[0]
+
+
+def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut tensors that are alike but for their last dimension into groups of rows, on a CPU in float32 or better.
+
+    What a group makes on its way stays in the cache, and fits where what was kept before has been freed.
+    """
+    if tensors[0].device.type != "cpu" or tensors[0].dtype.itemsize < 4 or not all(map(plain, tensors)):
+        return [tensors]
+    rows = max(256, _PIECE // max(x.shape[-1] for x in tensors))
+    return zip(*(x.flatten(0, -2).split(rows) for x in tensors), strict=True)
+
+
+_PIECE = 1 << 20  # numbers: 4 MiB of float32
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -150,41 +128,44 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: Activation
+        x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: Activation, *source: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         gate, up = product(x, w_gate), product(x, w_up)
         return product(act.value(gate).mul_(up), w_down), gate, up
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.act = inputs
+        x, w_gate, w_up, w_down, ctx.act, *source = inputs
         ctx.mark_non_differentiable(output[1], output[2])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, output[1], output[2])
-        ctx.save_for_forward(*tensors, output[1], output[2])
+        wanted = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        _kept(ctx, wanted, x, source, w_gate, w_up, w_down, output[1], output[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w_gate, w_up, w_down, gate, up = ctx.saved_tensors
-        need_x, need_gate, need_up, need_down, _ = ctx.needs_input_grad
-        middle_grad = product(grad, w_down.t())
-        value = ctx.act.value(gate)
-        down_grad = weight_grad(value * up, grad) if need_down else None
-        up_grad = value.mul_(middle_grad)
-        gate_grad = ctx.act.backward(middle_grad.mul_(up), gate)
-        return (
-            product(gate_grad, w_gate.t()).add_(product(up_grad, w_up.t())) if need_x else None,
-            weight_grad(x, gate_grad) if need_gate else None,
-            weight_grad(x, up_grad) if need_up else None,
-            down_grad,
-            None,
-        )
+        x, (w_gate, w_up, w_down, gate, up) = _saved(ctx)
+        need_x, need_gate, need_up, need_down, _, *source = ctx.needs_input_grad
+        read = x() if need_gate or need_up else grad
+        sums: list[Tensor | None] = [None, None, None]
+        x_grads: list[Tensor] = []
+        for x_part, grad_part, gate_part, up_part in _pieces(read, grad, gate, up):
+            value, middle_grad = ctx.act.value(gate_part), product(grad_part, w_down.t())
+            sums[2] = weight_grad(value * up_part, grad_part, sums[2]) if need_down else None
+            up_grad = value.mul_(middle_grad)
+            gate_grad = ctx.act.backward(middle_grad.mul_(up_part), gate_part)
+            if need_x:
+                x_grads.append(product(gate_grad, w_gate.t()).add_(product(up_grad, w_up.t())))
+            sums[0] = weight_grad(x_part, gate_grad, sums[0]) if need_gate else None
+            sums[1] = weight_grad(x_part, up_grad, sums[1]) if need_up else None
+        x_grad = (torch.cat(x_grads) if len(x_grads) > 1 else x_grads[0]).view(grad.shape) if need_x else None
+        return x_grad, *sums, *(None,) * (1 + len(source))
 
     @staticmethod
     def jvp(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dx: Tensor | None, d_gate: Tensor | None, d_up: Tensor | None, d_down: Tensor | None, _: None
+        ctx: Any, dx: Tensor | None, d_gate: Tensor | None, d_up: Tensor | None, d_down: Tensor | None, *_: Any
     ) -> tuple[Tensor, None, None]:
-        x, w_gate, w_up, w_down, gate, up = ctx.saved_tensors
+        source, (w_gate, w_up, w_down, gate, up) = _saved(ctx)
+        x = source()
         zero = torch.zeros_like
         dx = zero(x) if dx is None else dx
         gate_change = dx @ w_gate + (0 if d_gate is None else x @ d_gate)
@@ -194,12 +175,12 @@ class _GatedMlp(torch.autograd.Function):
         return change if d_down is None else change + (value * up) @ d_down, None, None
 
 
-def gated_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: Activation) -> Tensor:
+def gated_mlp(x: Normed, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: Activation) -> Tensor:
     """Return (act(x w_gate) * (x w_up)) w_down (Shazeer 2020, arXiv 2002.05202).
 
     x [..., width]; w_gate and w_up [width, ffn], w_down [ffn, width]. Keeps gate and up, not their product.
     """
-    return call(_GatedMlp, x, w_gate, w_up, w_down, act)[0]
+    return call(_GatedMlp, x.value, w_gate, w_up, w_down, act, *x.source)[0]
 
 
 class _ActDown(torch.autograd.Function):
@@ -260,7 +241,9 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     other = torch.cat([x[..., half:], x[..., :half]], -1).to(torch.promote_types(x.dtype, cos.dtype))
-    return torch.addcmul(other.mul_(sin), x, cos).to(x.dtype)
+    other = other.mul_(sin)
+    # in place, which vmap cannot: a third tensor would leave a hole between those that are kept
+    return (other.addcmul_(x, cos) if plain(other) else torch.addcmul(other, x, cos)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -274,12 +257,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn q and k by the same angles, at once where nobody asks for a derivative: calls are what that costs."""
-    if not _underived():
+    if not underived():
         return rotate(q, cos, sin), rotate(k, cos, sin)
     q, k = _turn(torch.cat([q, k], 2), cos, sin).split_with_sizes((q.shape[2], k.shape[2]), 2)
     return q, k
 
 
+class _Lookup(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(ids: Tensor, table: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ids, table = inputs
+        ctx.rows = len(table)
+        ctx.save_for_backward(ids)
+        ctx.save_for_forward(ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (ids,) = ctx.saved_tensors
+        if not plain(grad):
+            empty = grad.new_zeros(ctx.rows, grad.shape[-1])
+            return None, empty.index_add(0, ids.flatten(), grad.flatten(0, -2))
+        if grad.device.type != "cpu":
+            return None, aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
+        # Pages that do not exist until they are written: of a large table only the rows that were looked up do, and
+        # where the head is tied, adding the others to its gradient brings none of them into being.
+        size = ctx.rows * grad.shape[-1]
+        pages = mmap.mmap(-1, size * grad.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        table = torch.frombuffer(pages, dtype=grad.dtype).view(ctx.rows, -1)
+        return None, table.index_add_(0, ids.flatten(), grad.flatten(0, -2))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, change: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.embedding(ctx.saved_tensors[0], change)
+
+
 def lookup(ids: Tensor, table: Tensor) -> Tensor:
     """Return the rows of table [rows, width] that ``ids`` [...] name, or what a `weights.Weight` makes of the ids."""
-    return table.times(ids) if isinstance(table, Weight) else F.embedding(ids, table)
+    return table.times(ids) if isinstance(table, Weight) else call(_Lookup, ids, table)

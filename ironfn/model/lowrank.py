@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ironfn.model.fused import call, forward_ad_is_on
 from ironfn.model.matmul import plain, product, weight_grad
+from ironfn.model.modes import call, forward_ad_is_on
 
 
 class Held(Protocol):

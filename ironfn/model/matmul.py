@@ -32,13 +32,15 @@ def _suits_onednn(x: Tensor, w: Tensor) -> bool:
 def product(x: Tensor, w: Tensor) -> Tensor:
     """Return x w for x [..., in] and w [in, out]. It has no derivative: call it inside an `autograd.Function`."""
     if _suits_onednn(x, w):
-        return torch.ops.mkldnn._linear_pointwise(x, w.t(), None, "none", [], "")
+        out = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), w.t(), None, "none", [], "")
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], w.shape[1]])  # no view, so that one may add to it
     return x @ w
 
 
-def weight_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of w in y = x w: xᵀ grad, summed over all leading dimensions.
+def weight_grad(x: Tensor, grad: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return the gradient of w in y = x w: xᵀ grad, summed over all leading dimensions, and added to ``total``.
 
     The better kernel would want a transposed copy of ``x`` first, which costs what it saves.
     """
-    return x.flatten(0, -2).t() @ grad.flatten(0, -2)
+    x, grad = x.flatten(0, -2).t(), grad.flatten(0, -2)
+    return x @ grad if total is None else total.addmm_(x, grad)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ironfn.model import fused
 from ironfn.model.arch import Arch
+from ironfn.model.norms import Normed
 from ironfn.model.weights import Weight
 from ironfn.tree import leaf
 from ironfn.types import Params
@@ -35,20 +36,20 @@ def plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def products(x: Tensor, p: Params, *names: str) -> Sequence[Tensor]:
-    """Return x w for every leaf w of these names: one product, where `weights` has joined them."""
+def products(x: Normed, p: Params, *names: str) -> Sequence[Tensor]:
+    """Return x w for every leaf w of these names: one product, where `prepared` has joined them."""
     joint = p.get("+".join(names))
     if isinstance(joint, Weight):
-        return joint.times(x).split_with_sizes(joint.sizes, -1)
-    return [fused.linear(x, leaf(p, name)) for name in names]
+        return joint.times(x.value).split_with_sizes(joint.sizes, -1)
+    return fused.linears(x, *(leaf(p, name) for name in names))
 
 
-def feed_forward(x_BTD: Tensor, p: Params, arch: Arch) -> Tensor:
+def feed_forward(x_BTD: Normed, p: Params, arch: Arch) -> Tensor:
     """Return the feed-forward of x without its last bias: inside a tensor-parallel region it is a part of a sum."""
     act = activation(arch)
     w_down = leaf(p, "w_down")
     if not arch.gated:
-        return fused.activate_down(plus(fused.linear(x_BTD, leaf(p, "w_up")), maybe(p, "b_up")), w_down, act)
+        return fused.activate_down(plus(products(x_BTD, p, "w_up")[0], maybe(p, "b_up")), w_down, act)
     plain = all(isinstance(p.get(name), Tensor) for name in ("w_gate", "w_up", "w_down"))
     if plain and "b_up" not in p:
         return fused.gated_mlp(x_BTD, leaf(p, "w_gate"), leaf(p, "w_up"), w_down, act)

@@ -14,6 +14,7 @@ from ironfn.model.arch import Arch
 from ironfn.model.experts import Choice
 from ironfn.model.forward import Forward
 from ironfn.model.mlp import activation, feed_forward
+from ironfn.model.norms import Normed
 from ironfn.model.routing import route
 from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
@@ -35,7 +36,7 @@ def mixture(
     choice = Choice(routing.experts, enter(routing.weights, mesh), routing.kept)
     mixed = how.experts(inside, choice, branch(p, "experts"), activation(arch), mesh.ep)
     if "shared" in p:
-        shared = feed_forward(inside, branch(p, "shared"), arch)
+        shared = feed_forward(Normed(inside), branch(p, "shared"), arch)
         if "shared_gate" in p:
             shared = fused.linear(inside, leaf(branch(p, "shared_gate"), "w")).sigmoid() * shared
         mixed = mixed + shared

@@ -13,7 +13,6 @@ from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ironfn import tree
 from ironfn.mesh.axis import Mesh
@@ -24,6 +23,7 @@ from ironfn.model.causal import Look, alibi_slopes
 from ironfn.model.forward import DEFAULT, Forward, ready, share
 from ironfn.model.mlp import feed_forward, maybe, plus, products
 from ironfn.model.moe import Seen, joined, mixture
+from ironfn.model.norms import Normed, layer_norm, rms_norm
 from ironfn.model.rope import Angles, angles
 from ironfn.model.routing import check_given
 from ironfn.model.weights import Weight
@@ -34,12 +34,16 @@ Mix: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q, k, v) -> mixed v: an `attention.Attend` that knows how this block looks."""
 
 
-def _norm(x: Tensor, p: Params, arch: Arch) -> Tensor:
+def _norm(x: Tensor, p: Params, arch: Arch) -> Normed:
     scale, bias = leaf(p, "scale"), maybe(p, "bias")
     if arch.norm == "rms":
-        return fused.rms_norm(x, _offset(scale, arch), arch.norm_eps)
-    high = scale.dtype if scale.dtype != x.dtype else x.dtype
-    return F.layer_norm(x.to(high), (arch.width,), scale, bias, arch.norm_eps).to(x.dtype)
+        return rms_norm(x, _offset(scale, arch), arch.norm_eps)
+    return layer_norm(x, scale, bias, arch.norm_eps)
+
+
+def _entered(x: Normed, mesh: Mesh) -> Normed:
+    """Begin a tensor-parallel region, if there is one, with a norm's result."""
+    return x if mesh.tp.size == 1 else Normed(enter(x.value, mesh))
 
 
 def _offset(scale: Tensor, arch: Arch) -> Tensor:
@@ -51,10 +55,10 @@ def _norm_heads(x_BTHC: Tensor, scale: Tensor, arch: Arch, mesh: Mesh) -> Tensor
     """Normalise queries or keys: each head alone (Qwen3, Gemma 3), or all of them as one vector (OLMoE)."""
     scale = _offset(scale, arch)
     if arch.qk_norm == "head":
-        return fused.rms_norm(x_BTHC, scale, arch.norm_eps)
+        return rms_norm(x_BTHC, scale, arch.norm_eps).value
     x = x_BTHC.flatten(2)
     if mesh.tp.size == 1:
-        return fused.rms_norm(x, scale, arch.norm_eps).view_as(x_BTHC)
+        return rms_norm(x, scale, arch.norm_eps).value.view_as(x_BTHC)
     high, mine = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[2]
     # every rank's part of the sum acts on all ranks' results: its gradient is added up as the sum was
     squares = copy(reduce(high.square().sum(-1, keepdim=True), mesh.tp), mesh.tp)
@@ -62,7 +66,7 @@ def _norm_heads(x_BTHC: Tensor, scale: Tensor, arch: Arch, mesh: Mesh) -> Tensor
     return (unit * scale[mesh.tp.index * mine :][:mine]).to(x.dtype).view_as(x_BTHC)
 
 
-def _attention(x_BTD: Tensor, p: Params, arch: Arch, mesh: Mesh, attend: Mix, angles: Angles | None) -> Tensor:
+def _attention(x_BTD: Normed, p: Params, arch: Arch, mesh: Mesh, attend: Mix, angles: Angles | None) -> Tensor:
     q, k, v = (
         plus(x, maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
         for name, x in zip("qkv", products(x_BTD, p, "wq", "wk", "wv"), strict=True)
@@ -100,15 +104,21 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
     if arch.embed_scale:
         x = x * torch.tensor(arch.width**0.5, dtype=x.dtype, device=x.device)  # rounded as Gemma's code rounds it
     if arch.embed_norm:
-        x = _norm(x, branch(embed, "norm"), arch)
+        x = _norm(x, branch(embed, "norm"), arch).value
     if arch.positions == "learned":
-        x = x + F.embedding(share(position_BT, mesh), leaf(embed, "positions"))
+        x = x + fused.lookup(share(position_BT, mesh), leaf(embed, "positions"))
     return x
 
 
-def _read(x: Tensor, p: Params, name: str, arch: Arch) -> Tensor:
+def _read(x: Tensor, p: Params, name: str, arch: Arch) -> Normed:
     """Return what a half of a block reads: x as it is where only results are normed (OLMo 2)."""
-    return _norm(x, branch(p, name), arch) if arch.pre_norms else x
+    return _norm(x, branch(p, name), arch) if arch.pre_norms else Normed(x)
+
+
+def _ended(mixed: Tensor, half: Params, bias: str, p: Params, norm: str, arch: Arch) -> Tensor:
+    """Return what a half of a block adds to the residual stream: with its last bias, and normed where results are."""
+    mixed = plus(mixed, maybe(half, bias))
+    return _norm(mixed, branch(p, norm), arch).value if arch.post_norms else mixed
 
 
 def _block(
@@ -127,17 +137,16 @@ def _block(
     attn, mlp = branch(p, "attn"), branch(p, "mlp")
     seen: Seen = {}
     normed = _read(x, p, "norm1", arch)
-    mixed = leave(_attention(enter(normed, mesh), attn, arch, mesh, attend, angles), mesh)
-    mixed = plus(mixed, maybe(attn, "bo"))
-    start, x = x, x + drop(_norm(mixed, branch(p, "post_norm1"), arch) if arch.post_norms else mixed, f"{layer}/attn")
+    mixed = leave(_attention(_entered(normed, mesh), attn, arch, mesh, attend, angles), mesh)
+    # In place: a new tensor for the sum would leave a hole among those that are kept, and none of them fits into it.
+    start, x = x, drop(_ended(mixed, attn, "bo", p, "post_norm1", arch), f"{layer}/attn").add_(x)
     if not arch.one_norm:
         normed = _read(start if arch.parallel else x, p, "norm2", arch)
     if arch.has_experts(layer):
-        mixed, seen = mixture(normed, mlp, layer, arch, mesh, how, batch)
+        mixed, seen = mixture(normed.value, mlp, layer, arch, mesh, how, batch)
     else:
-        mixed = leave(feed_forward(enter(normed, mesh), mlp, arch), mesh)
-    mixed = plus(mixed, maybe(mlp, "b_down"))
-    return x + drop(_norm(mixed, branch(p, "post_norm2"), arch) if arch.post_norms else mixed, f"{layer}/mlp"), seen
+        mixed = leave(feed_forward(_entered(normed, mesh), mlp, arch), mesh)
+    return drop(_ended(mixed, mlp, "b_down", p, "post_norm2", arch), f"{layer}/mlp").add_(x), seen
 
 
 def _look(layer: int, arch: Arch, mesh: Mesh, device: torch.device) -> Look:
@@ -192,7 +201,7 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         block = branch(branch(params, "blocks"), str(layer))
         x, seen = how.run(_block, x, block, layer, arch, mesh, how, mix, angle, batch, drop)
         told.append(seen)
-    x = _norm(x, branch(ready({"norm": params["norm"]}, how, batch), "norm"), arch)
+    x = _norm(x, branch(ready({"norm": params["norm"]}, how, batch), "norm"), arch).value
     return x, joined([seen for seen in told if seen])
 
 
