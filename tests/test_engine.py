@@ -11,6 +11,7 @@ from attrs import evolve
 
 from ironfn.generate import engine as engines
 from ironfn.generate.engine import End, Engine, Event, Generator, Limits, Request, Token, advance, complete
+from ironfn.generate.paged import paged
 from ironfn.generate.sampling import Sampling
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.transformer import logits
@@ -200,3 +201,19 @@ def test_prompts_that_part_within_a_block_of_the_same_pass_copy_nothing_unwritte
     check(generator, requests, events)
     again = Request(key=2, prompt=(1, 2, 3, 7), limit=3, sampling=GREEDY)
     check(generator, [again], run(engine, [again])[1])
+
+
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_texts_that_grow_lie_in_a_row(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their prompts leave free of a block: what lies in a row is read without a copy."""
+    _, generator = llama()
+    seen: list[int] = []
+
+    def watched(pool: Any, parts: Any) -> Any:
+        seen.extend(len(part.stretches) for part in parts)
+        return paged(pool, parts)
+
+    monkeypatch.setattr(engines, "paged", watched)
+    requests = [Request(key=n, prompt=tuple([n + 1] * length), limit=30) for n in range(4)]
+    list(complete(generator, requests))
+    assert set(seen) == {1}

@@ -15,6 +15,7 @@ from ironfn.generate.paged import in_place
 from ironfn.layout.table import shard
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
+from ironfn.model import prepared
 from ironfn.model.init import init
 from ironfn.model.prepared import int8, packed, quantization_error, quantized
 from ironfn.model.tables import table
@@ -43,16 +44,18 @@ def rounded(w: Tensor, dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_packed_model_is_transformers_model(name: str) -> None:
-    """For one row, a few, and many."""
+def test_a_packed_model_is_transformers_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one row, a few, and many; small matrices and those that are held to be large."""
     peer = PEERS[name]
     arch = peer.arch()
     model = peer.build(arch)
-    params, ready = packed(peer.tree(model, arch), arch)
     tokens = torch.randint(0, arch.vocab, (3, 24))
-    with torch.no_grad():
-        for part in (tokens, tokens[:1, :5], tokens[:1, :1]):
-            torch.testing.assert_close(logits(params, {"tokens": part}, ready, SINGLE), model(part).logits, **CLOSE)
+    for small in (0, prepared._SMALL):
+        monkeypatch.setattr(prepared, "_SMALL", small)
+        params, ready = packed(peer.tree(model, arch), arch)
+        with torch.no_grad():
+            for part in (tokens, tokens[:1, :5], tokens[:1, :1]):
+                torch.testing.assert_close(logits(params, {"tokens": part}, ready, SINGLE), model(part).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "bloom", "qwen2-moe"])
@@ -143,7 +146,8 @@ def test_the_tree_that_was_prepared_is_as_it_was(prepare: Any) -> None:
     assert all(torch.equal(x, before[path]) for path, x in tree.flatten(params).items())
 
 
-def test_what_reads_the_same_rows_is_one_product() -> None:
+def test_what_reads_the_same_rows_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_SMALL", 0)
     arch = peers.make_arch("llama", 31, kv_heads=2, layers=3)
     params, ready = packed(init(arch, 0, table(False), SINGLE), arch)
     calls: list[str] = []

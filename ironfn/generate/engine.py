@@ -85,7 +85,7 @@ def cancel(engine: Engine, key: Hashable, number: int | None = None) -> Engine:
     return evolve(engine, queue=queues.cancel(engine.queue, key, number))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def advance(engine: Engine) -> tuple[Engine, tuple[Event, ...]]:
     """Make one forward pass; return the engine after it, and the tokens and ends that it brought.
 

@@ -53,14 +53,15 @@ class _Padded:
 class _Plan:
     """Hold how a flat row attends under one window.
 
-    fresh: rows of texts of which nothing is cached. alone: pieces that are all that their rows see; runs: those among
-    them of one row and one run of slots, on a CPU: what decoding mostly is. joint: pieces to put together; parts: for
-    each row that they are about, which of all their rows it is made of, and a number more than there are where it is of
-    fewer. order: where each row is among the results; None where they come in order.
+    fresh: rows of texts of which nothing is cached. runs: (row, start, stop) of rows that see a run of slots each, as
+    torch's kernel on a CPU sees them: what decoding mostly is. alone: other pieces that are all that their rows see.
+    joint: pieces to put together; parts: for each row that they are about, which of all their rows it is made of, and a
+    number more than there are where it is of fewer. order: where each row is among the results; None where they come in
+    order.
     """
 
     fresh: list[slice]
-    runs: list[_Placed]
+    runs: list[tuple[int, int, int]]
     alone: list[_Placed]
     joint: list[_Placed]
     parts: Tensor
@@ -96,12 +97,10 @@ def _attention(pool: Pool, parts: Sequence[Part], pad: Callable[[Text], bool]) -
         keys, values = pool.keys[look.layer], pool.values[look.layer]
         keys.index_copy_(1, new, k[0].transpose(0, 1))
         values.index_copy_(1, new, v[0].transpose(0, 1))
-        how = plan(look.window)
+        how = plan(look.window, look.softcap is None and look.slopes is None)
         done = [causal(q[:, at], k[:, at], v[:, at], look)[0] for at in how.fresh]
-        if how.runs and look.softcap is None and look.slopes is None:
-            done.append(_run_by_run(q[0], how.runs, keys, values, look.scale))
-        else:
-            done += [_seen(q[0], each, keys, values, look)[0] for each in how.runs]
+        if how.runs:
+            done.append(_run_by_run(q, how.runs, keys, values, look.scale))
         done += [_seen(q[0], each, keys, values, look)[0] for each in how.alone]
         if how.joint:
             done.append(_joined([_seen(q[0], each, keys, values, look) for each in how.joint], how.parts))
@@ -117,15 +116,16 @@ def _slots(stretches: Iterable[Stretches], device: torch.device) -> Tensor:
     return torch.tensor([slot for each in stretches for run in each for slot in range(*run)], device=device)
 
 
-def _planned(found: Sequence[Text], pad: Callable[[Text], bool], device: torch.device, window: int) -> _Plan:
+def _planned(
+    found: Sequence[Text], pad: Callable[[Text], bool], device: torch.device, window: int, plain: bool
+) -> _Plan:
     fresh = [text.rows for text in found if text.part.start == 0 and text.part.count > 1]
     many = [text for text in found if pad(text)]
     seen = pieces((text for text in found if text.rows not in fresh and not pad(text)), window)
     times = Counter(row for piece in seen for row in piece.rows)
-    alone = [piece for piece in seen if all(times[row] == 1 for row in piece.rows)]
-    runs = [piece for piece in alone if _is_run(piece) and device.type == "cpu"]
-    alone = [piece for piece in alone if piece not in runs]
-    joint = [piece for piece in seen if any(times[row] > 1 for row in piece.rows)]
+    single, joint = _split(seen, lambda piece: all(times[row] == 1 for row in piece.rows))
+    of_one_run = plain and device.type == "cpu"
+    runs, alone = _split(single, lambda p: of_one_run and len(p.rows) == len(p.stretches) == 1 and not p.masked)
     made: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(row for piece in joint for row in piece.rows):
         made[row].append(number)
@@ -136,7 +136,7 @@ def _planned(found: Sequence[Text], pad: Callable[[Text], bool], device: torch.d
     order = sorted(range(len(rows)), key=rows.__getitem__)
     return _Plan(
         fresh=[slice(rows[0], rows[-1] + 1) for rows in fresh],
-        runs=[placed(piece) for piece in runs],
+        runs=[(piece.rows[0], *piece.stretches[0]) for piece in runs],
         alone=[placed(piece) for piece in alone],
         joint=[placed(piece) for piece in joint],
         parts=_rectangle(list(made.values()), device),
@@ -145,8 +145,11 @@ def _planned(found: Sequence[Text], pad: Callable[[Text], bool], device: torch.d
     )
 
 
-def _is_run(piece: Piece) -> bool:
-    return len(piece.rows) == 1 and len(piece.stretches) == 1
+def _split(found: Iterable[Piece], test: Callable[[Piece], bool]) -> tuple[list[Piece], list[Piece]]:
+    kinds: tuple[list[Piece], list[Piece]] = [], []
+    for piece in found:
+        kinds[not test(piece)].append(piece)
+    return kinds
 
 
 def _rectangle(parts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -208,16 +211,17 @@ def _read(x: Tensor, stretches: Stretches) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-def _run_by_run(q: Tensor, runs: Sequence[_Placed], keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """Return what single rows make of a run of slots each, [n, H, C], in as few calls as there can be."""
-    k, v = keys[None], values[None]
-    rows = q.unflatten(1, (len(keys), -1))[:, None].unbind()
-    done: list[Tensor] = []
-    for placed in runs:
-        ((start, stop),), row = placed.piece.stretches, rows[placed.piece.rows[0]]
-        seen, mixed = k.narrow(2, start, stop - start), v.narrow(2, start, stop - start)
-        done.append(_flash(row, seen, mixed, scale=scale)[0])
-    return (torch.cat(done) if len(done) > 1 else done[0]).reshape(len(runs), *q.shape[1:])
+def _run_by_run(
+    q: Tensor, runs: Sequence[tuple[int, int, int]], keys: Tensor, values: Tensor, scale: float | None
+) -> Tensor:
+    """Return what single rows of q [1, N, H, C] make of a run of slots each, [n, H, C], in as few calls as can be."""
+    k, v, heads = keys[None], values[None], q.shape[2:]
+    rows = q.view(-1, 1, len(keys), heads[0] // len(keys), heads[1]).unbind()
+    done = [
+        _flash(rows[row], k.narrow(2, start, stop - start), v.narrow(2, start, stop - start), scale=scale)[0]
+        for row, start, stop in runs
+    ]
+    return (torch.cat(done) if len(done) > 1 else done[0]).reshape(-1, *heads)
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, terms: Tensor | None, look: Look) -> tuple[Tensor, Tensor]:

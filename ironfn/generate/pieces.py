@@ -106,9 +106,9 @@ def _shared(whole: Iterable[Piece]) -> Iterator[Piece]:
     for piece in whole:
         alike[piece.first, piece.stretches[0][0]].append(piece)
     for (first, _), group in alike.items():
-        trunk, rests = _parted([list(piece.stretches) for piece in group])
+        trunk, rests = _parted([list(piece.stretches) for piece in group]) if len(group) > 1 else ((), [])
         size = size_of(trunk)
-        if len(group) == 1 or size < _LONG:
+        if size < _LONG or len(group) == 1:
             yield from (part for piece in group for part in _alone(piece))
             continue
         yield Piece(tuple(row for piece in group for row in piece.rows), first, trunk)
@@ -128,7 +128,7 @@ def _parted(all_: list[list[tuple[int, int]]]) -> tuple[Stretches, list[list[tup
 
 def _alone(text: Piece) -> Iterator[Piece]:
     """Cut one text's slots so that long stretches are read where they lie, and short ones together."""
-    if size_of(text.stretches) < 2 * _LONG:
+    if len(text.stretches) == 1 or size_of(text.stretches) < 2 * _LONG:
         yield text
         return
     first = text.first

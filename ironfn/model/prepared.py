@@ -27,10 +27,14 @@ _TOGETHER = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("wo",), ("w_up",), ("w_dow
 """The leaves of a block that become one matrix: their products are of the same rows."""
 
 
+_SMALL = 1 << 18
+"""Numbers of a matrix below which a call of oneDNN costs what its layout saves, with caches that are always cold."""
+
+
 def packed(params: Params, arch: Arch) -> tuple[Params, Arch]:
     """Return the model with its matrices laid out for decoding, in the layout that suits each number of rows.
 
-    Float32 on a CPU that has oneDNN; anything else is returned as it is. Every matrix is kept twice, for one row and
+    Float32 on a CPU that has oneDNN; anything else is returned as it is. Large matrices are kept twice, for one row and
     for more, and a tied head becomes a leaf of its own. Experts stay as they are.
     """
     table = leaf(branch(params, "embed"), "tokens")
@@ -87,9 +91,15 @@ def _with_weights(node: Params, make: Callable[[Tensor], Times]) -> Params:
 
 def _packed(w: Tensor) -> Times:
     """Keep a layout for one row, [in, out] where that is wide and [out, in] where it is not, and a blocked one."""
+    if w.numel() < _SMALL:
+        return partial(_times_plain, w.contiguous())
     turned = w.t().contiguous()
     one = w.contiguous() if w.shape[1] > w.shape[0] else turned.t()
     return partial(_times_packed, one, mkldnn._reorder_linear_weight(turned, 32))
+
+
+def _times_plain(w: Tensor, x: Tensor) -> Tensor:
+    return x @ w
 
 
 def _times_packed(one: Tensor, blocked: Tensor, x: Tensor) -> Tensor:
