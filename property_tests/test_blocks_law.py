@@ -279,8 +279,11 @@ def test_no_block_is_lost_given_back_twice_or_shared_wrongly() -> None:
 
 
 @settings(max_examples=100)
-@given(st.integers(2, 20), st.lists(st.booleans(), max_size=24))
-def test_texts_that_grow_side_by_side_lie_in_a_row_while_there_is_room(quarter: int, turns: list[bool]) -> None:
+@given(st.integers(2, 20), st.lists(st.booleans(), max_size=24), st.booleans())
+def test_texts_that_grow_side_by_side_lie_in_a_row_while_there_is_room(
+    quarter: int, turns: list[bool], full: bool
+) -> None:
+    """Also where the last block of a text is full when another text comes."""
     blocks, tables = no_blocks(4 * quarter, 1), ([], [])
     for turn in turns:
         table = tables[turn]
@@ -289,6 +292,8 @@ def test_texts_that_grow_side_by_side_lie_in_a_row_while_there_is_room(quarter: 
             assert taken is not None
             blocks, fresh = taken
             table += fresh
+            if full:
+                blocks = seal(blocks, "root", table, [len(table) - 1], [int(turn)] * len(table))
     for table in tables:
         assert len(stretches(table, 1, len(table))) == (len(table) > 0)
 

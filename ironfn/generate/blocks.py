@@ -150,7 +150,7 @@ def _choose(blocks: Blocks, count: int, after: int | None) -> tuple[int, ...]:
         rest = count - len(taken)
         if start - 1 == after:  # taken
             continue
-        if rest < stop - start and start - 1 in blocks.references and start - 1 not in blocks.known:
+        if rest < stop - start and start - 1 in blocks.references:
             start += (stop - start - rest) // 2
         taken += range(start, min(stop, start + rest))
         if len(taken) == count:
