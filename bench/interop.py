@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from bench import peer
 from bench.figure import Figure, alternate
 from ironfn.algo.step import State, make_step
 from ironfn.grad.remat import recompute
@@ -64,31 +65,13 @@ def our_forward() -> Call:
 
 def their_forward() -> Call:
     """Return a call that computes all logits with `transformers`."""
-    peer, ids = their_model().eval(), tokens()
+    theirs, ids = peer.llama(model()).eval(), tokens()
 
     def call() -> object:
         with torch.no_grad():
-            return peer(input_ids=ids).logits
+            return theirs(input_ids=ids).logits
 
     return call
-
-
-def their_model() -> torch.nn.Module:
-    """Return `transformers`' Llama of this size, which attends by SDPA unless told otherwise."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=576,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            intermediate_size=1536,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        )
-    )
 
 
 def our_step(how: Forward = DEFAULT, rows: int = ROWS) -> Call:
@@ -114,13 +97,13 @@ def our_step(how: Forward = DEFAULT, rows: int = ROWS) -> Call:
 
 def their_step() -> Call:
     """Return a call that takes one step of a plain loop around `transformers`, with torch's fused AdamW."""
-    peer, ids = their_model(), tokens()
-    optimizer = torch.optim.AdamW(peer.parameters(), lr=LR, fused=True)
+    theirs, ids = peer.llama(model()), tokens()
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
 
     def call() -> object:
-        loss = peer(input_ids=ids, labels=ids).loss
+        loss = theirs(input_ids=ids, labels=ids).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -186,7 +169,7 @@ def _imports(rounds: int) -> Iterator[Figure]:
 def _write(path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: leaf.detach().clone() for name, leaf in their_model().named_parameters()}, path)
+    save_file({name: leaf.detach().clone() for name, leaf in peer.llama(model()).named_parameters()}, path)
 
 
 def _load(folder: Path) -> object:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch
 
+from bench import peer as peers
 from bench.figure import Figure, alternate
 from ironfn.algo.step import State, make_step
 from ironfn.grad.remat import recompute
@@ -51,13 +52,7 @@ def ours(vocab: int, how: Forward = DEFAULT) -> Callable[[], object]:
 
 def peer(vocab: int) -> Callable[[], object]:
     """Return a call that takes one step of a plain loop around `transformers`' Llama, fused AdamW and SDPA."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1024,
-        max_position_embeddings=LENGTH, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)  # which attends by SDPA unless told otherwise
+    model = peers.llama(complete(MODEL, vocab))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     ids = torch.randint(0, vocab, (ROWS, LENGTH))
 
