@@ -34,6 +34,8 @@ COMMANDS = MappingProxyType(
         "prepare": Entry("prepare:command", "Train or take the tokenizer and write the token stores of a spec."),
         "pretrain": Entry("pretrain:command", "Train a language model from random weights, or resume one."),
         "generate": Entry("generate:command", "Continue prompts with a trained model."),
+        "chat": Entry("chat:command", "Talk with a trained model."),
+        "serve": Entry("serve:command", "Serve a trained model over HTTP, as OpenAI's API does, with a page to chat."),
         "convert": Entry("convert:command", "Take a model from a Hugging Face directory or a GGUF, or write one."),
         "fetch": Entry("fetch:command", "Download a small model and make it ready to use and to train on."),
         "eval": Entry("eval:command", "Measure a trained model on questions and on texts."),

@@ -10,13 +10,13 @@ from attrs import field, frozen
 from tokenizers import Tokenizer
 
 from ironfn import tree
-from ironfn.data.chat import Chat, chat_of
+from ironfn.data.chat import Chat
 from ironfn.data.preparation import TOKENIZER
 from ironfn.data.tokenizer import Vocabulary, load
 from ironfn.hf.directory import describe, is_directory, load_model
 from ironfn.hf.gguf_load import load_weights, open_gguf
 from ironfn.hf.gguf_tokenizer import tokenizer_of
-from ironfn.hf.usage import chat_template, ends, specials
+from ironfn.hf.usage import ends, specials
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch, complete
 from ironfn.model.forward import DEFAULT, Forward
@@ -28,6 +28,7 @@ from .gguf import carried, end_of
 from .imported import kept, vocabulary_of
 from .rundir import RunDir
 from .saved import open_saved
+from .wording import Wording
 
 
 @frozen(eq=False)
@@ -82,9 +83,8 @@ class Trained:
         return [self.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
 
     def chat(self, template: str | None = None) -> Chat | None:
-        """Return how conversations are written for it. template: Jinja's text of one to take instead of its own."""
-        text = chat_template(self.files) if template is None else template
-        return None if text is None else chat_of(self.vocabulary, text, self.specials)
+        """Return how conversations are written for it. template: see `Wording.chat`."""
+        return Wording(self.vocabulary, (), self.files).chat(template)
 
 
 def require_text(text: str, what: str) -> None:
@@ -101,7 +101,7 @@ def open_model(
     path: Path,
     say: Callable[[str], None],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | None = None,
 ) -> Trained:
     """Open a model for use, in memory, tensor by tensor, whatever it lies in. ValueError where it has no tokenizer.
@@ -109,11 +109,12 @@ def open_model(
     dtype: of the parameters; None takes a run's own, the files' on a GPU, float32 on a CPU. device: None picks one.
     """
     device = pick_device("auto") if device is None else device
+    kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if path.is_file():
-        return _of_gguf(path, say, dtype, device)
+        return _of_gguf(path, say, kind, device)
     if is_directory(path):
-        return _of_directory(path, say, dtype, device)
-    return _of_run(path, say, dtype, device)
+        return _of_directory(path, say, kind, device)
+    return _of_run(path, say, kind, device)
 
 
 def _of_run(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:

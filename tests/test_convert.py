@@ -90,7 +90,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 def test_in_and_out_changes_nothing(source: Path) -> None:
     assert "21 tensors, 34,720 parameters" in done("convert", source, "ours")
     assert "whole" in done("ckpt", "verify", "ours")
-    assert done("generate", "ours", "-p", "the cat", "-n", 3)
+    assert done("generate", "ours", "-p", "the cat", "--tokens", 3)
     assert "LlamaForCausalLM" in done("convert", "ours", "back", "--shard-gb", "3e-5")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert Path("back", name).read_bytes() == (source / name).read_bytes(), name

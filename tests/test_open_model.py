@@ -99,7 +99,7 @@ def test_every_command_takes_any_of_them(models: tuple[Path, Any, Any], tmp_path
     texts: set[str] = set()
     for where in ("hf", "run", "model.gguf"):
         path = str(models[0] / where)
-        done = CliRunner().invoke(main, ["generate", path, "-p", "def", "-n", "5", "-t", "0"])
+        done = CliRunner().invoke(main, ["generate", path, "-p", "def", "--tokens", "5", "-t", "0"])
         assert done.exit_code == 0, done.output
         texts.add(done.stdout)
         done = CliRunner().invoke(main, ["eval", path, "-t", str(asked)])

@@ -83,7 +83,7 @@ def test_prompts_and_temperatures_that_are_none(spec: Path, tmp_path: Path) -> N
     run = tmp_path / "runs" / "tiny"
     refused(ironfn("generate", run, "-p", "a\udcff"), "not valid Unicode at character 1")
     refused(ironfn("generate", run, "-t", "nan"), "temperature nan")
-    assert ironfn("generate", run, "-t", "1e-320", "-n", "2").exit_code == 0
+    assert ironfn("generate", run, "-t", "1e-320", "--tokens", "2").exit_code == 0
     bad = ironfn("pretrain", spec, "-s", 'report.prompts=["\\ud800"]')
     assert bad.exit_code == 78
     assert "report.prompts" in bad.output

@@ -160,12 +160,12 @@ def test_a_longer_run_goes_on_from_a_finished_one(folder: Path) -> None:
 
 
 def test_generate_continues_prompts_and_says_the_same_again(whole: RunSpec) -> None:
-    once = invoke("generate", place(whole), "-p", "the quick", "-n", 5, "--seed", 3)
+    once = invoke("generate", place(whole), "-p", "the quick", "--tokens", 5, "--seed", 3)
     assert once.exit_code == 0, once.output
     assert "the quick" in once.output
-    assert invoke("generate", place(whole), "-p", "the quick", "-n", 5, "--seed", 3).output == once.output
+    assert invoke("generate", place(whole), "-p", "the quick", "--tokens", 5, "--seed", 3).output == once.output
     one = place(whole) / "checkpoints/step-00000008"
-    greedy = [invoke("generate", one, "-p", "the", "-n", 5, "-t", 0, "--seed", seed).output for seed in (1, 2)]
+    greedy = [invoke("generate", one, "-p", "the", "--tokens", 5, "-t", 0, "--seed", seed).output for seed in (1, 2)]
     assert greedy[0] == greedy[1]
     assert "step-00000008, step 8" in greedy[0]
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_of_many_ranks_generates_in_one_process(folder: Path, exper
     """With the routers' biases, which are no parameters."""
     spec = load(folder, re.sub(r"\W+", "-", f"writes {mesh}"), *EXPERTS, *mesh.split())
     assert set(ranks(spec)) == {0}
-    written = [invoke("generate", place(s), "-p", "the", "-n", 12) for s in (spec, experts_alone)]
+    written = [invoke("generate", place(s), "-p", "the", "--tokens", 12) for s in (spec, experts_alone)]
     assert [result.exit_code for result in written] == [0, 0], written[0].output
     assert written[0].stdout == written[1].stdout
     for command in (("verify",), ("ls",), ("show",)):

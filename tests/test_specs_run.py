@@ -56,7 +56,10 @@ def test_a_shipped_spec_prepares_and_trains(file: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted((ROOT / "ironfn").rglob("*.py"))[:30]):
         (sources / f"{number}.py").write_bytes(path.read_bytes())
     name, overrides = f"{file.parent.name}/{file.stem}", smaller(file, sources)
-    train, sample = [file.parent.name, name, *overrides], ["generate", f"runs/{file.stem}", "-n", "4", "-p", "def"]
+    train, sample = (
+        [file.parent.name, name, *overrides],
+        ["generate", f"runs/{file.stem}", "--tokens", "4", "-p", "def"],
+    )
     lines = ironfn(["prepare", name, *overrides], train, train, sample, cwd=tmp_path)
     steps = [line.split()[0] for line in lines if line.startswith("step=")]
     assert steps == ["step=1/3", "step=2/3", "step=3/3"], "each once: the second call finds the run done"
