@@ -22,13 +22,14 @@ from ironfn.loss.lm import lm_loss
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.mesh.pairs import reduce
-from ironfn.model.adapters import Adapting, adapter_shapes, first_adapter
+from ironfn.model.adapters import adapter_shapes, adapting, first_adapter
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout
 from ironfn.model.forward import Forward, here, keep, unadapted
 from ironfn.model.init import shapes
 from ironfn.model.tables import table
 from ironfn.model.transformer import hidden
+from ironfn.model.virtual import with_virtual
 from ironfn.optim.presets import make_optimizer, whole_work
 from ironfn.spec.adapter_records import AdapterSpec
 from ironfn.spec.records import AdamWSpec, ModelSpec, MoeSpec, OptimSpec
@@ -144,7 +145,7 @@ def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, floa
         dropout=Dropout(0.3, 7) if scenario.dropout else None,
         fetch=fetch(layout, mesh) if scenario.fsdp else here,
         jitter=5,
-        adapt=unadapted if scenario.adapter.kind == "none" else Adapting(scenario.adapter, mesh, seed=3),
+        adapt=unadapted if scenario.adapter.kind == "none" else adapting(scenario.adapter, mesh, seed=3),
     )
     vg = accumulate(value_and_grad(objective(scenario.objective, arch, how)), scenario.micro)
     step = make_step(
@@ -162,6 +163,8 @@ def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, floa
     mine, fixed = (shard(tree.clone(leaves), layout, mesh) for leaves in (params, fixed))
     state, seen = State(0, mine, opt.init(mine), extra={"fixed": fixed} if fixed else {}), []
     batch = batch_of(arch, scenario.rows, LENGTH, scenario.seed, scenario.documents)
+    if scenario.adapter.kind in ("prompt", "prefix"):
+        batch = with_virtual(batch, scenario.adapter.tokens, LENGTH)
     if scenario.idle is not None and scenario.idle < scenario.rows:
         batch["weight"][scenario.idle] = 0.0
     for _ in range(STEPS):
@@ -233,7 +236,9 @@ def adapters(draw: st.DrawFn, moe: MoeSpec) -> AdapterSpec:
     """Draw what is trained beside a frozen model."""
     plain, rest = ["all-linear", "attn/w[qv]", "attn/wo"], ["embed/tokens", "head/w"]
     rest += ["mlp/experts"] if moe.experts else []
-    kind = draw(st.sampled_from(["any", "dropout", "dora"]))
+    kind = draw(st.sampled_from(["any", "dropout", "dora", "prompt", "prefix"]))
+    if kind in ("prompt", "prefix"):
+        return AdapterSpec(kind=kind, tokens=draw(st.integers(1, 3)))
     patterns = plain if kind == "dropout" else [*plain, "head/w"] if kind == "dora" else [*plain, *rest]
     return AdapterSpec(
         kind="lora",

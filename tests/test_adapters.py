@@ -26,6 +26,7 @@ from ironfn.model.forward import Forward
 from ironfn.model.fused import linear
 from ironfn.model.init import init
 from ironfn.model.lowrank import low_rank
+from ironfn.model.norms import Normed
 from ironfn.model.tables import table
 from ironfn.model.transformer import logits
 from ironfn.optim.presets import labels_of, make_optimizer, shapes_of
@@ -133,7 +134,7 @@ def test_the_product_has_all_derivatives(dropped: bool) -> None:
     )
 
     def product(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return low_rank(x, w, a, b, 1.5, x.sin() if dropped else None)
+        return low_rank(Normed(x), w, a, b, 1.5, x.sin() if dropped else None)
 
     torch.testing.assert_close(product(x, w, a, b), x @ w + 1.5 * (x.sin() if dropped else x) @ a @ b)
     assert torch.autograd.gradcheck(product, (x, w, a, b), check_forward_ad=True)

@@ -204,7 +204,8 @@ def saved(path: Path, bases: dict[str, Path]) -> tuple[Arch, Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"peft_type": "PROMPT_TUNING"}, "'PROMPT_TUNING' is not read"),
+        ({"peft_type": "IA3"}, "'IA3' is not read"),
+        ({"peft_type": "PROMPT_TUNING"}, "num_virtual_tokens None"),
         ({"bias": "all"}, "trained biases"),
         ({"r": 0}, "r 0 is no rank"),
         ({"r": "8"}, "r '8' is no rank"),
@@ -213,7 +214,7 @@ def saved(path: Path, bases: dict[str, Path]) -> tuple[Arch, Any]:
         ({"alpha_pattern": {"q_proj": "x"}}, "has the alpha 'x'"),
         ({"use_dora": True}, "has no base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"),
     ],
-    ids=["kind", "bias", "no rank", "a word", "no alpha", "experts", "alpha", "no lengths"],
+    ids=["kind", "prompt", "bias", "no rank", "a word", "no alpha", "experts", "alpha", "no lengths"],
 )
 def test_a_config_that_is_not_ours_is_refused(
     changes: dict[str, Any], said: str, bases: dict[str, Path], tmp_path: Path

@@ -22,6 +22,7 @@ from torch import Tensor
 from ironfn import tree
 from ironfn.hf.config import Family
 from ironfn.hf.links import Link, links
+from ironfn.hf.peft_virtual import KINDS, NAME, read_virtual, write_virtual
 from ironfn.hf.tensors import DTYPES, Entry, Planned, Source, listed, read_header, write_file
 from ironfn.hf.untrusted import read_json
 from ironfn.hf.whole import whole_directory
@@ -94,7 +95,6 @@ def load_adapter(path: Path, arch: Arch, family: Family) -> Loaded:
     Tensors are those of the file, bit for bit, unless rank_pattern or alpha_pattern gives a module another scale.
     """
     config = read_json(path, CONFIG)
-    spec = _spec(config, path)
     if WEIGHTS not in os.listdir(path):
         raise ValueError(f"{path} has no {WEIGHTS}; save the adapter with peft's `save_pretrained` (safetensors)")
     entries = read_header(path, WEIGHTS)
@@ -111,8 +111,11 @@ def load_adapter(path: Path, arch: Arch, family: Family) -> Loaded:
         with source.tensor(entry) as tensor:
             return tensor.clone()
 
+    if config.get("peft_type") in KINDS:
+        return Loaded(*read_virtual(config, arch, read), {}, arch)
     found: Flat = {}
     replaced: Flat = {}
+    spec = _spec(config, path)
     for module in _modules(arch, family):
         names = module.keys
         if not left.isdisjoint(names):
@@ -134,7 +137,8 @@ def load_adapter(path: Path, arch: Arch, family: Family) -> Loaded:
 def _spec(config: Mapping[str, Any], path: Path) -> AdapterSpec:
     what = path / CONFIG
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{what}: peft_type {config.get('peft_type')!r} is not read; LORA is")
+        known = ", ".join(KINDS)
+        raise ValueError(f"{what}: peft_type {config.get('peft_type')!r} is not read; LORA, {known} are")
     if odd := [key for key in _OTHER_WAYS if config.get(key)]:
         raise ValueError(f"{what}: {', '.join(odd)} cannot be read; merge the adapter with peft first")
     if config.get("bias", "none") != "none":
@@ -217,31 +221,33 @@ def save_adapter(
 
     adapter: its leaves, whole. ValueError for what `peft` cannot say: experts, and DoRA of a part of a module.
     """
-    leaves = tree.flatten(adapter)
+    if spec.kind == "lora":
+        config, tensors = _lora(spec, arch, tree.flatten(adapter), family, base)
+    else:
+        config, tensor = write_virtual(spec, arch, adapter, base)
+        tensors = {NAME: tensor}
+    with whole_directory(path) as aside:
+        planned = {n: Planned(x.dtype, tuple(x.shape), lambda x=x: x.detach()) for n, x in sorted(tensors.items())}
+        write_file(aside / WEIGHTS, planned)
+        (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _lora(spec: AdapterSpec, arch: Arch, leaves: Flat, family: Family, base: str | None) -> tuple[dict[str, Any], Flat]:
     have = {path.rsplit(SUFFIX, 1)[0] for path in leaves}
     if experts := sorted(path for path in have if "/experts/" in path):
         raise ValueError(f"adapters of experts are not written for peft: {listed(experts)}; merge them instead")
-    tensors: dict[str, Tensor] = {}
+    tensors: Flat = {}
     ranks: dict[str, int] = {}
     modules = list(_modules(arch, family))
     for module in modules:
         if not have.isdisjoint(module.link.paths):
             a, b, m = _theirs(module, leaves, arch)
             ranks[module.name] = a.shape[0]
-            tensors |= (
-                dict(zip(module.keys, (a, b, m), strict=True))
-                if m is not None
-                else {module.keys[0]: a, module.keys[1]: b}
-            )
+            reads, writes, lengths = module.keys
+            tensors |= {reads: a, writes: b} | ({} if m is None else {lengths: m})
     lost = have.difference(*(module.link.paths for module in modules))
     assert not lost, f"no module holds {sorted(lost)}"
-    config = _config(spec, modules, ranks, base)
-    with whole_directory(path) as aside:
-        planned = {
-            name: Planned(x.dtype, tuple(x.shape), lambda x=x: x.detach()) for name, x in sorted(tensors.items())
-        }
-        write_file(aside / WEIGHTS, planned)
-        (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return _config(spec, modules, ranks, base), tensors
 
 
 def _theirs(module: _Module, leaves: Flat, arch: Arch) -> tuple[Tensor, Tensor, Tensor | None]:

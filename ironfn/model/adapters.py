@@ -24,6 +24,8 @@ from ironfn.model import nf4
 from ironfn.model.arch import Arch
 from ironfn.model.init import Shapes, shapes
 from ironfn.model.lowrank import Held, dense, fixed, low_rank
+from ironfn.model.norms import Normed
+from ironfn.model.virtual import Virtual, first_virtual, virtual_shapes
 from ironfn.model.weights import Weight
 from ironfn.spec.adapter_records import AdapterSpec
 from ironfn.types import Batch, Params
@@ -63,7 +65,9 @@ def targets(spec: AdapterSpec, arch: Arch) -> Shapes:
 
 
 def adapter_shapes(spec: AdapterSpec, arch: Arch) -> Shapes:
-    """Return the shape of every trained leaf, by path. ValueError as `targets`."""
+    """Return the shape of every trained leaf, by path: of a prompt or a prefix, too. ValueError as `targets`."""
+    if spec.kind != "lora":
+        return virtual_shapes(spec, arch)
     found: Shapes = {}
     for path, (*stack, rows, columns) in targets(spec, arch).items():
         found[f"{path}{SUFFIX}/a"] = (*stack, rows, spec.rank)
@@ -82,7 +86,7 @@ def first_adapter(
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
 ) -> Params:
-    """Return this rank's part of an adapter that changes nothing yet: the same numbers on every mesh.
+    """Return this rank's part of an adapter: the same numbers on every mesh. LoRA's changes nothing yet.
 
     What reads is drawn as `peft` draws it, evenly from ±1/sqrt(inputs) (for an embedding, which has no inputs, what
     writes, from N(0, 1)); the other factor is 0. m: the lengths of the columns of ``base``, the frozen leaves, of which
@@ -90,7 +94,9 @@ def first_adapter(
     """
     drawn: Params = {}
     for path, shape in adapter_shapes(spec, arch).items():
-        if path.endswith("/m"):
+        if spec.kind != "lora":
+            value = first_virtual(path, shape, seed)
+        elif path.endswith("/m"):
             matrix = path.removesuffix(f"{SUFFIX}/m")
             w = _whole(base, matrix, layout, mesh)
             value = _length(w, 1 if matrix == HEAD else 0)
@@ -138,6 +144,16 @@ def _length(w: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(w, dim=dim, dtype=high).clamp(min=torch.finfo(high).tiny)  # a row that no id has
 
 
+def adapting(
+    spec: AdapterSpec, mesh: Mesh = SINGLE, seed: int | None = None, dtype: torch.dtype = torch.float32
+) -> Adapt:
+    """Return the `Forward.adapt` of an adapter. seed: of LoRA's dropout; None, as when evaluating, drops nothing.
+
+    dtype: of an embedding that is made of NF4.
+    """
+    return Adapting(spec, mesh, seed, dtype) if spec.kind == "lora" else Virtual(mesh)
+
+
 @frozen(eq=False)
 class Adapting:
     """Turn the leaves of a block into what the forward pass calls: `Forward.adapt` of a model with an adapter.
@@ -175,7 +191,8 @@ class Adapting:
         if not pair:
             assert isinstance(w, nf4.Nf4)
             return Weight(partial(fixed, w=w), (out,))
-        return Weight(partial(self._times, path, w, pair, batch), (out,))
+        times = partial(self._times, path, w, pair, batch)
+        return Weight(lambda x: times(Normed(x)), (out,), times)
 
     def _rows(self, w: Tensor | nf4.Nf4, pair: Params, ids: Tensor) -> Tensor:
         table = isinstance(w, Tensor)
@@ -193,12 +210,12 @@ class Adapting:
             return whole
         return (whole * (tree.leaf(pair, "m") / _length(whole.detach(), 1))[:, None]).to(w.dtype)
 
-    def _times(self, path: str, w: Tensor | Held, pair: Params, batch: Batch, x: Tensor) -> Tensor:
+    def _times(self, path: str, w: Tensor | Held, pair: Params, batch: Batch, x: Normed) -> Tensor:
         a, b = tree.leaf(pair, "a"), tree.leaf(pair, "b")
-        y = low_rank(x, w, a, b, self.spec.scale, self._dropped(path, x, batch))
+        y = low_rank(x, w, a, b, self.spec.scale, self._dropped(path, x.value, batch))
         if "m" not in pair:
             return y
-        length = self._lengths(path, dense(w, x.dtype), a.detach(), b.detach())
+        length = self._lengths(path, dense(w, y.dtype), a.detach(), b.detach())
         return y * (tree.leaf(pair, "m") / length).to(y.dtype)
 
     def _across(self, path: str) -> bool:
@@ -229,8 +246,10 @@ def merge(spec: AdapterSpec, arch: Arch, base: Params, adapter: Params) -> tuple
     """Return the model that needs no adapter: whole leaves, added up in float32 or better and cast once to the base's.
 
     Where an adapter changes the embedding or the head of a tied model, the head becomes a leaf of its own. What the
-    base holds in NF4 comes out in float32.
+    base holds in NF4 comes out in float32. ValueError for a prompt or a prefix, which no matrix can hold.
     """
+    if spec.kind != "lora":
+        raise ValueError(f"a {spec.kind} stands before the texts and cannot be merged; only lora can")
     flat, factors = dict(tree.flatten(base)), tree.flatten(adapter)
     changed = targets(spec, arch)
     if arch.tied and (EMBEDDING in changed or HEAD in changed):

@@ -100,8 +100,10 @@ class _Linears(torch.autograd.Function):
 def linears(x: Normed, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return x w for every w, as `linear` does. Keeps the source of x once for all."""
     if any(isinstance(w, Weight) for w in weights):
-        return tuple(linear(x.value, w) for w in weights)
-    return call(_Linears, x.value, len(weights), *weights, *x.source)
+        return tuple(
+            w.reads(x) if isinstance(w, Weight) and w.reads is not None else linear(x.value, w) for w in weights
+        )
+    return call(_Linears, x.value, len(weights), *weights, *(x.source if x.remake is normed else ()))
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:

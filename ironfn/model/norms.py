@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,23 +21,25 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
     return squares.div_(x.shape[-1]).add_(eps).rsqrt()
 
 
-class Normed(NamedTuple):
-    """A norm's result, and the tensors that it can be computed from again: x, 1 / deviation, scale [, mean [, bias]].
-
-    The products that read the result keep those instead of it: they are kept anyway, or small. Without them
-    (an input that is no norm's result, or has passed a collective) the value itself is kept.
-    """
-
-    value: Tensor
-    source: tuple[Tensor, ...] = ()
-
-
 def normed(dtype: torch.dtype, x: Tensor, rstd: Tensor, scale: Tensor, *shift: Tensor) -> Tensor:
     """Return a norm's result out of its source, in ``dtype``."""
     mean, bias = shift[:1], shift[1:]
     result = ((x - mean[0]) if mean else x) * rstd
     result = result.mul_(scale)
     return (result.add_(bias[0]) if bias else result).to(dtype)
+
+
+class Normed(NamedTuple):
+    """A norm's result, and the tensors that it can be computed from again: x, 1 / deviation, scale [, mean [, bias]].
+
+    The products that read the result keep those instead of it: they are kept anyway, or small. Without them
+    (an input that is no norm's result, or has passed a collective) the value itself is kept. remake: (dtype, *source)
+    -> value, where it is another function's result.
+    """
+
+    value: Tensor
+    source: tuple[Tensor, ...] = ()
+    remake: Callable[..., Tensor] = normed
 
 
 class _RmsNorm(torch.autograd.Function):

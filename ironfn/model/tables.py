@@ -10,6 +10,7 @@ _PARTIAL = Placement(partial=("tp",))
 _WIDENING = r"blocks/\d+/(attn/(wq|wk|wv)|mlp/(shared/)?(w_gate|w_up))"
 _NARROWING = r"blocks/\d+/(attn/wo|mlp/(shared/)?w_down)"
 _ADAPTERS = (
+    (r"blocks/\d+/attn/prefix_(k|v)", _COLUMNS),
     (r"(embed/tokens|head/w)_lora/a|head/w_lora/m", _ROWS),
     (r"(embed/tokens|head/w)_lora/b", _PARTIAL),
     (rf"{_WIDENING}_lora/a", _PARTIAL),
@@ -51,6 +52,7 @@ def table(sequence_parallel: bool) -> Table:
         (r"blocks/\d+/mlp/experts/(w_gate|w_up)", Placement((("ep", 0), ("tp", 2)))),
         (r"blocks/\d+/mlp/experts/w_down", Placement((("ep", 0), ("tp", 1)))),
         (r"blocks/\d+/mlp/router/(w|bias)", between),
+        (r"embed/prompt", between),
         *_ADAPTERS,
         (r"embed/(positions|norm/(scale|bias))", between),
         (r"blocks/\d+/(attn/bo|mlp/b_down)", between),

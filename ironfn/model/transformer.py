@@ -77,6 +77,9 @@ def _attention(x_BTD: Normed, p: Params, arch: Arch, mesh: Mesh, attend: Mix, an
         q, k, v = (x.clamp(-arch.attention_clip, arch.attention_clip) for x in (q, k, v))
     if angles is not None:
         q, k = _rotated(q, k, angles)
+    keys, values = p.get("prefix_k"), p.get("prefix_v")
+    if isinstance(keys, Weight) and isinstance(values, Weight):
+        k, v = keys.times(k), values.times(v)
     return fused.linear(attend(q, k, v).flatten(2), leaf(p, "wo"))
 
 
@@ -103,6 +106,8 @@ def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, m
         x = leave(fused.lookup(local.clamp(0, rows - 1), table) * mine[..., None], mesh)
     if arch.embed_scale:
         x = x * torch.tensor(arch.width**0.5, dtype=x.dtype, device=x.device)  # rounded as Gemma's code rounds it
+    if isinstance(prompt := embed.get("prompt"), Weight):
+        x = prompt.times(x)
     if arch.embed_norm:
         x = _norm(x, branch(embed, "norm"), arch).value
     if arch.positions == "learned":

@@ -8,13 +8,19 @@ from typing import TypeAlias
 from attrs import frozen
 from torch import Tensor
 
+from ironfn.model.norms import Normed
+
 Times: TypeAlias = Callable[[Tensor], Tensor]
 """x [..., in] -> x w [..., out]."""
 
 
 @frozen(eq=False)
 class Weight:
-    """Stand where a tree has a matrix, or several side by side. sizes: the columns of each."""
+    """Stand where a tree has a matrix, or several side by side. sizes: the columns of each.
+
+    reads: the same product of a norm's result, of which it can keep the source; None where it keeps nothing.
+    """
 
     times: Times
     sizes: tuple[int, ...]
+    reads: Callable[[Normed], Tensor] | None = None
