@@ -14,7 +14,7 @@ PARTS = MappingProxyType(
         "pretrain": ("startup", "step", "optimizers", "prepare", "damage", "kills", "quickstart"),
         "mesh": ("states", "saving", "ledger", "experts", "reduction", "law"),
         "interop": ("interop", "evals"),
-        "generate": ("decoding", "batching"),
+        "generate": ("decoding", "batching", "serving"),
     }
 )
 """The modules whose figures make a part, the quick ones first."""
