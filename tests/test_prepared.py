@@ -177,3 +177,25 @@ def test_a_rank_prepares_its_part(prepare: Any) -> None:
     close = CLOSE if prepare is packed else {"rtol": 0, "atol": 0.02 * float(alone.std())}
     for found in fake.run(rank, tp=2):
         torch.testing.assert_close(found, alone, **close)
+
+
+@pytest.mark.parametrize("make", [packed, int8], ids=["packed", "int8"])
+def test_few_numbers_of_rows_reach_a_kernel(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps what it compiles for each: 1,000 lengths of prompts would cost gigabytes."""
+    monkeypatch.setattr(prepared, "_SMALL", 0)
+    w = torch.randn(16, 24)
+    times = prepared._packed(w) if make is packed else prepared._int8(w)
+    seen: set[int] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "_linear_pointwise" in str(func) or "_int_mm" in str(func):
+                seen.add(args[0].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    for rows in range(1, 600):
+        x = torch.randn(1, rows, 16)
+        with Watch():
+            found = times(x)
+        torch.testing.assert_close(found, x @ w, rtol=0.0, atol=1e-4 if make is packed else 0.5)
+    assert 20 < len(seen) < 60

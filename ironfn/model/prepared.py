@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.nn import functional as F
 
 from ironfn.model.arch import Arch
 from ironfn.model.weights import Times, Weight
@@ -103,9 +104,20 @@ def _times_plain(w: Tensor, x: Tensor) -> Tensor:
 
 
 def _times_packed(one: Tensor, blocked: Tensor, x: Tensor) -> Tensor:
-    if x.numel() == x.shape[-1]:
+    rows = x.flatten(0, -2)
+    if len(rows) == 1:
         return x @ one
-    return mkldnn._linear_pointwise.default(x, blocked, None, "none", [], "")
+    rows = F.pad(rows, (0, 0, 0, _more(len(rows))))
+    out = mkldnn._linear_pointwise.default(rows, blocked, None, "none", [], "")
+    return out[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+
+
+def _more(rows: int) -> int:
+    """Return how many rows of zeros to add, so that only a few numbers of rows ever come up.
+
+    oneDNN compiles a kernel for each number and keeps a thousand of them, of more than half a megabyte each.
+    """
+    return -rows % (1 if rows <= 8 else 8 if rows <= 64 else 32)
 
 
 def _int8(w: Tensor) -> Times:
@@ -128,6 +140,7 @@ def _times_int8(whole: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     parts = (rows / most).mul_(127)
     first = parts.to(torch.int8)  # cuts off
     second = parts.sub_(first).mul_(127).to(torch.int8)
-    sums = torch._int_mm(torch.cat([first, second]), whole)
+    both = torch.cat([first, second])
+    sums = torch._int_mm(F.pad(both, (0, 0, 0, _more(len(both)))), whole)[: len(both)]
     coarse, fine = (sums.view(2, len(rows), -1) * most).unbind()
     return coarse.add_(fine, alpha=1 / 127).mul_(scale).view(*x.shape[:-1], -1)
