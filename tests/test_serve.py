@@ -448,3 +448,13 @@ def test_the_code_of_the_page_runs(server: Server, capsys: pytest.CaptureFixture
     page = (Path(__file__).parents[1] / "docs/generation.md").read_text("utf-8")
     exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], {"ADDRESS": server.base.removesuffix("/v1")})
     assert len(capsys.readouterr().out) > 1
+
+
+def test_a_model_without_a_template_continues_texts_and_says_so(tmp_path: Path) -> None:
+    with serving(tiny_model(tmp_path / "bare", template=False), tmp_path, "--host", "0.0.0.0") as server:
+        assert server.ask("/v1/models")[1]["data"][0]["chat"] is False
+        status, told, _ = server.ask("/v1/chat/completions", {"model": "bare", "messages": CHAT})
+        assert (status, told["error"]["message"]) == (400, "bare has no chat template; use /v1/completions")
+        done = server.ask("/v1/completions", {"model": "bare", "prompt": "fox"}, headers={"Host": "my.machine"})
+        assert done[1]["choices"][0]["finish_reason"] == "length"
+        assert "anyone who reaches 0.0.0.0 can use this server" in server.said.read_text()
