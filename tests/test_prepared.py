@@ -127,6 +127,14 @@ def test_what_is_no_number_stays_none_and_nothing_stays_nothing() -> None:
     assert torch.equal(found[3], torch.zeros(48))
 
 
+@pytest.mark.parametrize("make", [prepared._packed, prepared._int8])
+def test_no_row_has_no_result(make: Any) -> None:
+    """A step of the engine may read prompts alone, and then it asks the head for nothing."""
+    product = make(torch.randn(384, 768))
+    assert product(torch.empty(0, 384)).shape == (0, 768)
+    assert product(torch.empty(2, 0, 384)).shape == (2, 0, 768)
+
+
 def test_other_numbers_than_float32_stay_as_they_are() -> None:
     arch = peers.make_arch("llama", 31)
     for dtype in (torch.float64, torch.bfloat16):

@@ -109,7 +109,7 @@ def _times_packed(one: Tensor, blocked: Tensor, x: Tensor) -> Tensor:
         return x @ one
     rows = F.pad(rows, (0, 0, 0, _more(len(rows))))
     out = mkldnn._linear_pointwise.default(rows, blocked, None, "none", [], "")
-    return out[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+    return out[: x.shape[:-1].numel()].view(*x.shape[:-1], one.shape[1])
 
 
 def _more(rows: int) -> int:
@@ -142,5 +142,5 @@ def _times_int8(whole: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     second = parts.sub_(first).mul_(127).to(torch.int8)
     both = torch.cat([first, second])
     sums = torch._int_mm(F.pad(both, (0, 0, 0, _more(len(both)))), whole)[: len(both)]
-    coarse, fine = (sums.view(2, len(rows), -1) * most).unbind()
-    return coarse.add_(fine, alpha=1 / 127).mul_(scale).view(*x.shape[:-1], -1)
+    coarse, fine = (sums.view(2, len(rows), len(scale)) * most).unbind()
+    return coarse.add_(fine, alpha=1 / 127).mul_(scale).view(*x.shape[:-1], len(scale))
