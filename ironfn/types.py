@@ -25,6 +25,10 @@ Batch: TypeAlias = "dict[str, Tensor]"
 ``weight``    float32 [rows, length], 0 where nothing is learned
 ``position``  int64 [rows, length], the place inside the document
 ``segment``   int64 [rows, length], the document's number inside its row, -1 on padding; absent: one document a row
+``until``     int64 [rows, length], where documents of a row share their beginnings: a token belongs to the documents
+              ``segment`` to ``until``, and stands before what only some of them have; -1 on padding
+``reference`` float32 [rows, length], a reference's log-probabilities; those of a text's places are what is summed
+``liked``     int64 [rows, length], 1 where a completion is liked
 ``lengths``   int64 [rows, length], the length of each token's document; absent: as much of it as the row holds
 ``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)
 ``experts``   int64 [rows, length, layers with experts, choices], absent: the router chooses; any on padding

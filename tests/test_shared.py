@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +15,7 @@ from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch
 from ironfn.model.attention import by_mask, by_span, written_out
 from ironfn.model.forward import Forward
-from ironfn.model.shared import common, fold, shared_prefix
+from ironfn.model.shared import common, fold
 from ironfn.model.transformer import hidden
 from ironfn.spec.records import MoeSpec
 from ironfn.types import Params
@@ -53,7 +52,7 @@ def alone(params: Params, arch: Arch, groups: list[list[list[int]]], how: Forwar
 
 def together(params: Params, arch: Arch, groups: list[list[list[int]]], how: Forward) -> Tensor:
     folded = fold(groups)
-    x, _ = hidden(params, folded.batch, arch, SINGLE, evolve(how, attention=shared_prefix(folded, how.attention)))
+    x, _ = hidden(params, folded.batch, arch, SINGLE, how)
     return x[0, folded.places]
 
 
@@ -97,7 +96,8 @@ def test_what_texts_share_is_in_the_row_once() -> None:
     assert folded.position.tolist() == [[0, 1, 2, 3, 2, 2, 3, 4, 5, 0, 1, 2, 0, 1, 0, 1, 0, 1, 2]]
     assert folded.lengths == (4, 3, 6, 3, 2, 2, 2, 3)
     assert folded.tokens[0, folded.places].tolist() == [i for group in GROUPS for text in group for i in text]
-    assert folded.places[folded.firsts].tolist() == list(range(19))
+    assert folded.segment.tolist() == [[0] * 4 + [1] + [2] * 4 + [3] * 3 + [4] * 2 + [6] * 2 + [7] * 3]
+    assert folded.until.tolist() == [[2] * 2 + [0] * 2 + [1] + [2] * 4 + [3] * 3 + [5] * 2 + [6] * 2 + [7] * 3]
     assert [common(group) for group in GROUPS] == [2, 3, 2, 0]
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from attrs import define, field, frozen
 
-from ironfn.data.conversation import Example, Fault
-from ironfn.data.examples import digest, examples, taught
+from ironfn.data.conversation import Fault
+from ironfn.data.examples import Item, digest, examples, taught
 from ironfn.data.packing import pack
+from ironfn.data.preferences import Preference, parse_any
 from ironfn.data.readers import Blank
 from ironfn.data.supervise import Supervised, Teaching
 
@@ -36,10 +37,11 @@ class Kept:
 class Findings:
     """Say what files hold.
 
-    forms: examples of each form. faults: rows that cannot be used, by kind, with what is said of the first ones.
-    duplicates: examples that repeat an earlier one. untaught: those of which nothing would be trained. messages: how
-    many conversations have so many messages. sizes: of each text, as tokens where a tokenizer was given and characters
-    where not. trained: the tokens of them that are targets. texts: for packing, the positions that each takes.
+    forms: examples and preferences of each form. faults: rows that cannot be used, by kind, with what is said of the
+    first ones. duplicates: examples that repeat an earlier one. untaught: those of which nothing would be trained.
+    messages: how many conversations have so many messages. sizes: of each text, as tokens where a tokenizer was given
+    and characters where not. trained: the tokens of them that are targets. texts: for packing, the positions that each
+    takes.
     """
 
     forms: Counter[str] = field(factory=Counter)
@@ -75,9 +77,9 @@ def check(
     """
     found, seen = Findings(), set[bytes]()
 
-    def read() -> Iterator[Example | Fault]:
+    def read() -> Iterator[Item | Fault]:
         for path in paths:
-            for item in examples(path, fields):
+            for item in examples(path, fields, parse_any):
                 if isinstance(item, Blank):
                     found.blank += 1
                 else:
@@ -88,10 +90,11 @@ def check(
         if isinstance(item, Fault):
             found.faults.setdefault(item.kind, Kept()).add(str(item))
             continue
-        example, texts = (item, None) if isinstance(item, Example) else item
+        example, texts = item if isinstance(item, tuple) else (item, None)
         found.forms[example.kind] += 1
-        if example.messages:
-            found.messages[len(example.messages)] += 1
+        first = example.chosen if isinstance(example, Preference) else example
+        if first.messages:
+            found.messages[len(first.messages)] += 1
         code = digest(example)
         if code in seen:
             found.duplicates.add(example.place)
@@ -103,7 +106,9 @@ def check(
     return found
 
 
-def _characters(example: Example) -> int:
+def _characters(example: Item) -> int:
+    if isinstance(example, Preference):
+        return sum(map(_characters, example.examples))
     return (
         len(example.prompt)
         + len(example.completion)
@@ -112,7 +117,10 @@ def _characters(example: Example) -> int:
     )
 
 
-def _measure(found: Findings, example: Example, texts: Sequence[Supervised], length: int | None) -> None:
+def _measure(found: Findings, example: Item, texts: Sequence[Supervised], length: int | None) -> None:
+    if isinstance(example, Preference):
+        _measure_preference(found, example, texts, length)
+        return
     texts = [text for text in texts if len(text.ids)]
     if not texts:
         found.untaught.add(example.place)
@@ -127,6 +135,19 @@ def _measure(found: Findings, example: Example, texts: Sequence[Supervised], len
                 continue
             positions = length
         found.texts.append(positions)
+
+
+def _measure_preference(found: Findings, item: Preference, texts: Sequence[Supervised], length: int | None) -> None:
+    """Count a prompt once and the completions after it: what `pairs` lays into a row."""
+    asked = [text.trained[1:] for text in texts]
+    prompt = int(asked[0].argmax()) + 1
+    places = prompt - 1 + sum(len(text.ids) - prompt for text in texts)
+    found.sizes.append(places + 1)
+    found.trained += sum(map(int, map(np.sum, asked)))
+    if length is not None and places > length:
+        found.over.add(f"{item.place}: {places} places")
+        places = length
+    found.texts.append(places)
 
 
 @frozen

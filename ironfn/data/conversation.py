@@ -73,22 +73,44 @@ class Example:
 
 def detect(row: Row, fields: Mapping[str, str]) -> Kind:
     """Return the form of a row. fields: by our name of a field, what it is called in the row. `Fault` for no form."""
-    return _form(_renamed(row, fields), row.place)
+    return _form(renamed(row, fields), row.place)
 
 
 def parse(row: Row, fields: Mapping[str, str]) -> Example:
     """Return what a row teaches; see `detect`. `Fault`, with place and remedy, where it cannot be told."""
-    values, place = _renamed(row, fields), row.place
+    return parse_values(renamed(row, fields), row.place)
+
+
+def parse_values(values: Mapping[str, Any], place: str) -> Example:
+    """Return what the fields of a row teach; see `parse`."""
     kind = _form(values, place)
     if kind == "ids":
         return _tokens(values, place)
     if kind == "text":
-        example = Example("text", place, completion=_filled(values, "text", place))
+        example = Example("text", place, completion=filled(values, "text", place))
     elif kind == "completion":
-        example = _completion(values, place)
+        name = "completion" if "completion" in values else "response"
+        return completion_of(values["prompt"], values, name, place)
     else:
         told = {"messages": _chat, "conversations": _shared, "alpaca": _alpaca}[kind](values, place)
-        example = _conversation(kind, told, place, _tools(values, place))
+        example = _conversation(kind, told, place, tools_of(values, place))
+    return _encodable(example)
+
+
+def completion_of(prompt: object, values: Mapping[str, Any], name: str, place: str) -> Example:
+    """Return a prompt with the completion that is the field ``name``: both strings, or lists of messages."""
+    completion = values[name]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        asked = cast("list[object]", prompt)
+        told = [*asked, *cast("list[object]", completion)]
+        return _encodable(_conversation("completion", told, place, tools_of(values, place), asked=len(asked)))
+    text = filled(values, name, place)
+    return _encodable(Example("completion", place, prompt=_text(prompt, "prompt", place), completion=text))
+
+
+def _encodable(example: Example) -> Example:
+    """Return an example of which all is text."""
+    place = example.place
     try:
         said = example.prompt + example.completion
         if example.messages:
@@ -102,7 +124,7 @@ def parse(row: Row, fields: Mapping[str, str]) -> Example:
     return example
 
 
-def _renamed(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
+def renamed(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a row that hold something, by our names."""
     if not isinstance(row.value, dict):
         what = f"a JSON object belongs here, not {type(row.value).__name__}"
@@ -191,7 +213,8 @@ def _calls(calls: Any, place: str, at: str) -> list[dict[str, Any]]:
     return found
 
 
-def _tools(values: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], ...] | None:
+def tools_of(values: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], ...] | None:
+    """Return what a row's conversation may call."""
     tools: Any = values.get("tools")
     if isinstance(tools, str):
         try:
@@ -206,13 +229,13 @@ def _tools(values: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], ..
 
 
 def _chat(values: Mapping[str, Any], place: str) -> Sequence[object]:
-    return _listed(values["messages"], "messages", place)
+    return listed(values["messages"], "messages", place)
 
 
 def _shared(values: Mapping[str, Any], place: str) -> Sequence[object]:
     """Return ShareGPT's turns, ``from`` and ``value``, as messages. Messages under its name are taken as they are."""
     turns: list[object] = []
-    for number, turn in enumerate(_listed(values["conversations"], "conversations", place)):
+    for number, turn in enumerate(listed(values["conversations"], "conversations", place)):
         at = f"conversations[{number}]"
         if not isinstance(turn, dict) or "role" in turn:
             turns.append(turn)
@@ -238,31 +261,21 @@ def _called(text: object, at: str, place: str) -> Any:
 def _alpaca(values: Mapping[str, Any], place: str) -> Sequence[object]:
     """Return Alpaca's row as messages: the input goes under the instruction, on a line of its own."""
     turns: list[object] = []
-    for number, pair in enumerate(_listed(values.get("history", []), "history", place)):
+    for number, pair in enumerate(listed(values.get("history", []), "history", place)):
         if not isinstance(pair, list) or len(cast("list[Any]", pair)) != 2:
             raise Fault(place, "history", f"history[{number}] is a list of a question and its answer")
         question, answer = cast("list[Any]", pair)
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    asked = _filled(values, "instruction", place)
+    asked = filled(values, "instruction", place)
     if more := values.get("input"):
         asked += "\n" + _text(more, "input", place)
-    answer = _filled(values, "output", place)
+    answer = filled(values, "output", place)
     return _under_system(values, [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
 
 
 def _under_system(values: Mapping[str, Any], turns: list[object]) -> list[object]:
     system = values.get("system")
     return [{"role": "system", "content": system}, *turns] if system else turns
-
-
-def _completion(values: Mapping[str, Any], place: str) -> Example:
-    name = "completion" if "completion" in values else "response"
-    prompt, completion = values["prompt"], values[name]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        asked = cast("list[object]", prompt)
-        told = [*asked, *cast("list[object]", completion)]
-        return _conversation("completion", told, place, _tools(values, place), asked=len(asked))
-    return Example("completion", place, prompt=_text(prompt, "prompt", place), completion=_filled(values, name, place))
 
 
 def _tokens(values: Mapping[str, Any], place: str) -> Example:
@@ -293,7 +306,8 @@ def _numbers(values: Mapping[str, Any], name: str, place: str, length: int | Non
     return np.array(told, np.int64)
 
 
-def _listed(value: object, name: str, place: str) -> list[object]:
+def listed(value: object, name: str, place: str) -> list[object]:
+    """Return a value that has to be a list."""
     if not isinstance(value, list):
         raise Fault(place, name, f"{name} is a list, not {type(value).__name__}")
     return cast("list[object]", value)
@@ -305,7 +319,8 @@ def _text(value: object, name: str, place: str) -> str:
     return value
 
 
-def _filled(values: Mapping[str, Any], name: str, place: str) -> str:
+def filled(values: Mapping[str, Any], name: str, place: str) -> str:
+    """Return a field that has to hold some text."""
     if not (text := _text(values[name], name, place)).strip():
         raise Fault(place, f"empty {name}", f"{name} is empty: fill it, or leave the row out")
     return text

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ironfn.data import order
 from ironfn.data.packed import Arrays, PackedStore, cut_packs
+from ironfn.data.pairs import PairStore, cut_pairs
 from ironfn.data.store import TokenStore
 from ironfn.types import Batch
 
@@ -135,9 +136,9 @@ def eval_batches(
 
 def _emptied(rows: Arrays, empty: NDArray[np.bool_], eos: int) -> Arrays:
     """Blank the rows that stand in for none."""
-    blank = {"tokens": eos, "targets": eos, "weight": 0.0, "position": 0, "segment": -1}
+    blank = {"tokens": eos, "targets": eos, "segment": -1, "until": -1}
     for name, values in rows.items() if empty.any() else ():
-        values[empty] = blank[name]
+        values[empty] = blank.get(name, 0)
     return rows
 
 
@@ -156,6 +157,8 @@ def _cut(store: TokenStore, windows: NDArray[np.int64], length: int, attend: Lit
     """Read windows of one store as [windows, length] arrays."""
     if isinstance(store, PackedStore):
         return cut_packs(store, windows)
+    if isinstance(store, PairStore):
+        return cut_pairs(store, windows)
     starts = windows[:, None] * length
     at = starts + np.arange(length)
     real = at < store.tokens

@@ -10,10 +10,11 @@ import xxhash
 from attrs import frozen
 
 from ironfn.data.admit import count_bad, split_of
-from ironfn.data.conversation import Example, Fault
-from ironfn.data.examples import UNREADABLE, digest, examples, taught
+from ironfn.data.conversation import Fault, parse
+from ironfn.data.examples import UNREADABLE, Item, Parse, digest, examples, taught
 from ironfn.data.packed import PackedWriter
-from ironfn.data.readers import Bad, Blank
+from ironfn.data.preferences import Preference, parse_preference
+from ironfn.data.readers import Bad, Blank, Row
 from ironfn.data.sources import Source
 from ironfn.data.supervise import Supervised, Teaching
 from ironfn.data.tally import Tally
@@ -26,16 +27,37 @@ _TOGETHER = 256
 
 @frozen(eq=False)
 class Lesson:
-    """Say how examples are read, and how a model is taught them."""
+    """Say how examples are read, and how a model is taught them.
+
+    holds: what the rows are: examples, pairs of which one text is preferred, or completions judged one by one.
+    """
 
     spec: SftSpec
     teaching: Teaching
+    holds: Literal["examples", "pairs", "judged"] = "examples"
+
+    @property
+    def parse(self) -> Parse:
+        """Return what reads a row. `Fault` for one that is not what the sources hold."""
+        if self.holds == "examples":
+            return parse
+        judged, other = self.holds == "judged", {"judged": "pairs", "pairs": "judged completions"}[self.holds]
+
+        def preference(row: Row, fields: Mapping[str, str]) -> Preference:
+            found = parse_preference(row, fields)
+            if judged != (found.rejected is None):
+                what = f"{found.kind} does not go with an objective of {self.holds}"
+                raise Fault(row.place, "other form", f"{what}; leave the row out, or choose an objective of {other}")
+            return found
+
+        return preference
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the stores depend on, as plain values. What is chosen when rows are laid out may change without them."""
         chat = self.teaching.chat
         return {
+            **({} if self.holds == "examples" else {"holds": self.holds}),
             "fields": dict(self.spec.fields),
             "train_on": self.teaching.train_on,
             "rewritten": self.teaching.rewritten,
@@ -91,7 +113,7 @@ def write_examples(
                 tally.splits[name].bytes += writers[name].append(texts, lengths)
                 texts.clear()
 
-    found = taught(_admitted(sources, spec, lesson.spec.fields, codes, tally), lesson.teaching)
+    found = taught(_admitted(sources, spec, lesson, codes, tally), lesson.teaching)
     for done, item in enumerate(found, 1):
         code = codes.popleft()
         if done % _SAY_EVERY == 0:
@@ -112,8 +134,8 @@ def write_examples(
 
 
 def _admitted(
-    sources: Sequence[Source], spec: SetSpec, fields: Mapping[str, str], codes: deque[bytes], tally: Tally
-) -> Iterator[Example | Fault]:
+    sources: Sequence[Source], spec: SetSpec, lesson: Lesson, codes: deque[bytes], tally: Tally
+) -> Iterator[Item | Fault]:
     """Yield examples without repeats, and what is none; its digest goes into ``codes``, b"" for what is none.
 
     ValueError for a file that cannot be read to its end: no count could say what is lost.
@@ -121,7 +143,7 @@ def _admitted(
     seen: set[bytes] = set()
     for source in sources:
         tally.files += 1
-        for item in examples(source.path, fields):
+        for item in examples(source.path, lesson.spec.fields, lesson.parse):
             code = b""
             if isinstance(item, Blank):
                 tally.blank += 1

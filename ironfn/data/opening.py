@@ -11,6 +11,7 @@ from ironfn.data.dataset import Dataset
 from ironfn.data.lesson import Lesson
 from ironfn.data.order import shares
 from ironfn.data.packed import TRAINED, lay
+from ironfn.data.pairs import lay_pairs
 from ironfn.data.preparation import TOKENIZER, read_manifest, store_path
 from ironfn.data.settings import check, differences, recipe
 from ironfn.data.store import TokenStore, open_store
@@ -42,7 +43,9 @@ def open_dataset(spec: DataSpec, split: str, lesson: Lesson | None = None) -> Da
     if lesson is not None:
         for name, ids in stores.items():
             bits = _open(folder, f"{name}/{split}{TRAINED}", manifest)
-            stores[name] = lay(ids, bits, spec.length, lesson.spec.overlong)
+            how = (spec.length, lesson.spec.overlong)
+            paired = lesson.holds == "pairs"
+            stores[name] = lay(ids, bits, *how) if lesson.holds == "examples" else lay_pairs(ids, bits, *how, paired)
     vocabulary = load(path, spec.tokenizer.eos)
     if vocabulary.checksum != manifest["tokenizer_checksum"]:
         raise ValueError(f"{path} is not the tokenizer that the stores were made with; run `ironfn prepare` again")

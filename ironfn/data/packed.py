@@ -77,7 +77,7 @@ def lay(ids: TokenStore, bits: TokenStore, length: int, overlong: OnOverlong) ->
     short = np.flatnonzero(places <= length)
     pieces = [np.stack((short, np.zeros_like(short), places[short]), 1)]
     for text in np.flatnonzero(places > length).tolist():
-        trained = _trained(bits, text, int(places[text]) + 1)
+        trained = trained_ids(bits, text, int(places[text]) + 1)
         found = [(text, *piece) for piece in _pieces(trained, length, overlong, fit)]
         pieces.append(np.array(found, np.int64).reshape(-1, 3))
     joined = np.concatenate(pieces)
@@ -107,7 +107,7 @@ def _pieces(trained: NDArray[np.bool_], length: int, overlong: OnOverlong, fit: 
     fit.lost_targets += total - kept
 
 
-def _trained(bits: TokenStore, text: int, count: int) -> NDArray[np.bool_]:
+def trained_ids(bits: TokenStore, text: int, count: int) -> NDArray[np.bool_]:
     """Return which ids of a text are trained."""
     words = bits.ids[bits.offsets[text] : bits.offsets[text + 1]]
     return np.unpackbits(words.astype("<u2").view(np.uint8), count=count, bitorder="little").astype(bool)
@@ -132,7 +132,7 @@ def cut_packs(store: PackedStore, windows: NDArray[np.int64]) -> Arrays:
             place = np.s_[row, at : at + size]
             rows["tokens"][place] = store.ids[start : start + size]
             rows["targets"][place] = store.ids[start + 1 : start + size + 1]
-            rows["weight"][place] = _trained(store.bits, text, first + size + 1)[first + 1 :]
+            rows["weight"][place] = trained_ids(store.bits, text, first + size + 1)[first + 1 :]
             rows["position"][place] = np.arange(size)
             rows["segment"][place] = segment
             at += size

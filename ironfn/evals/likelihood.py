@@ -10,12 +10,12 @@ from attrs import evolve
 from torch import Tensor
 
 from ironfn.evals.texts import Text, cut
-from ironfn.loss.cross_entropy import token_log_probs
+from ironfn.loss.log_probs import token_log_probs
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
-from ironfn.model.shared import Folded, common, fold, shared_prefix
+from ironfn.model.shared import Folded, common, fold
 from ironfn.model.transformer import head_bias, head_weight, hidden
 from ironfn.types import Params
 
@@ -83,7 +83,7 @@ def _packs(groups: Sequence[Sequence[Text]], budget: int) -> Iterator[tuple[int,
 def _score(params: Params, arch: Arch, groups: Sequence[Sequence[Text]], how: Forward, mesh: Mesh) -> list[float]:
     weight = head_weight(params, arch, how)
     folded = fold([[text.ids[:-1] for text in group] for group in groups]).to(weight.device)
-    x, _ = hidden(params, folded.batch, arch, mesh, evolve(how, attention=shared_prefix(folded, how.attention)))
+    x, _ = hidden(params, folded.batch, arch, mesh, how)
     texts = [text for group in groups for text in group]
     asked, targets = _asked(folded, texts)
     # What texts of a group ask for alike, at the same place, is scored once.

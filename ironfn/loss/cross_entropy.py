@@ -18,7 +18,7 @@ from ironfn.mesh.axis import Axis
 from ironfn.model.matmul import plain, product
 
 
-def _logits(
+def logits_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, first: int, vocab: int, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return float32 (or better) logits of this rank's rows of the vocabulary; rows beyond ``vocab`` get -inf.
@@ -38,7 +38,7 @@ def _logits(
     return logits, tanh
 
 
-def _log_softmax_at(logits: Tensor, local: Tensor, mine: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def log_softmax_at(logits: Tensor, local: Tensor, mine: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Turn logits [N, V] into exp(logit - max) in place; return the targets' log-probabilities and the sums [N]."""
     top = logits.amax(-1)
     if axis.size > 1:
@@ -51,7 +51,7 @@ def _log_softmax_at(logits: Tensor, local: Tensor, mine: Tensor, axis: Axis) -> 
     return target - sums.log(), sums
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
     """(x [N, D], w [V, D], b [V] or None, targets [N], weight [N]) -> (weighted sum of losses, its gradients)."""
 
     @staticmethod
@@ -82,8 +82,8 @@ class _CrossEntropy(torch.autograd.Function):
             local = targets[place] - first
             mine = (local >= 0) & (local < w.shape[0])
             local = local.clamp(0, w.shape[0] - 1)
-            grad, tanh = _logits(x_part, w_used, b, first, vocab, cap)
-            log_p, sums = _log_softmax_at(grad, local, mine, axis)
+            grad, tanh = logits_of(x_part, w_used, b, first, vocab, cap)
+            log_p, sums = log_softmax_at(grad, local, mine, axis)
             total -= (log_p * share).sum()
             if not any(need):
                 continue
@@ -129,7 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         """Score one sample after the other: each is a batch of tokens already, and chunks keep it small."""
         samples = [
-            _CrossEntropy.apply(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
+            CrossEntropy.apply(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0, 0, 0)
@@ -143,7 +143,7 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         total += grad.t() @ x
 
 
-def _wanted(x: Tensor | None) -> bool:
+def wanted(x: Tensor | None) -> bool:
     """Tell whether somebody differentiates by ``x``, backward or forward."""
     if x is None or not torch.is_grad_enabled():
         return False
@@ -171,32 +171,5 @@ def cross_entropy(
     """
     chunk = chunk or max(64, (1 << 23) // w.shape[0])
     flat = (x.flatten(0, -2), w, bias, targets.flatten(), weight.flatten())
-    need = (_wanted(x), _wanted(w), _wanted(bias))
-    return _CrossEntropy.apply(*flat, axis, vocab, softcap, chunk, *need)[0]  # pyright: ignore[reportOptionalSubscript]
-
-
-@torch.no_grad()
-def token_log_probs(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    axis: Axis,
-    *,
-    vocab: int,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """Return log softmax(x wᵀ + bias)[target] of each target, float32 [N] (float64 for float64), without a gradient.
-
-    x [N, width] and targets [N]; the rest as `cross_entropy` has it.
-    """
-    chunk = chunk or max(64, (1 << 23) // w.shape[0])
-    first, w = axis.index * w.shape[0], w.to(x.dtype)
-    found = [x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))]
-    for x_part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
-        local = target - first
-        mine = (local >= 0) & (local < w.shape[0])
-        logits, _ = _logits(x_part, w, bias, first, vocab, softcap)
-        found.append(_log_softmax_at(logits, local.clamp(0, w.shape[0] - 1), mine, axis)[0])
-    return torch.cat(found)
+    need = (wanted(x), wanted(w), wanted(bias))
+    return CrossEntropy.apply(*flat, axis, vocab, softcap, chunk, *need)[0]  # pyright: ignore[reportOptionalSubscript]

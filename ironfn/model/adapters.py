@@ -25,7 +25,7 @@ from ironfn.model.arch import Arch
 from ironfn.model.init import Shapes, shapes
 from ironfn.model.lowrank import Held, dense, fixed, low_rank
 from ironfn.model.norms import Normed
-from ironfn.model.virtual import Virtual, first_virtual, virtual_shapes
+from ironfn.model.virtual import KEYS, PROMPT, VALUES, Virtual, first_virtual, virtual_shapes
 from ironfn.model.weights import Weight
 from ironfn.spec.adapter_records import AdapterSpec
 from ironfn.types import Batch, Params
@@ -75,6 +75,16 @@ def adapter_shapes(spec: AdapterSpec, arch: Arch) -> Shapes:
         if spec.dora:
             found[f"{path}{SUFFIX}/m"] = (rows if path == HEAD else columns,)
     return found
+
+
+def is_adapter(path: str) -> bool:
+    """Tell whether a leaf is trained beside a model and is none of the model's own.
+
+    >>> is_adapter("blocks/0/attn/wq_lora/a"), is_adapter("blocks/0/attn/wq_nf4/codes"), is_adapter("embed/prompt")
+    (True, False, True)
+    """
+    *above, name = path.split("/")
+    return name in (PROMPT, KEYS, VALUES) or any(part.endswith(SUFFIX) for part in above)
 
 
 def first_adapter(

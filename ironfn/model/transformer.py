@@ -26,6 +26,7 @@ from ironfn.model.moe import Seen, joined, mixture
 from ironfn.model.norms import Normed, layer_norm, rms_norm
 from ironfn.model.rope import Angles, angles
 from ironfn.model.routing import check_given
+from ironfn.model.shared import sharing
 from ironfn.model.weights import Weight
 from ironfn.tree import branch, leaf
 from ironfn.types import Batch, Params
@@ -167,9 +168,9 @@ def _look(layer: int, arch: Arch, mesh: Mesh, device: torch.device) -> Look:
 def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = DEFAULT) -> tuple[Tensor, Seen]:
     """Return the last hidden states [B, T, D] (T a share under sequence parallelism), and what the experts tell.
 
-    batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``lengths``, ``row`` (with dropout or jitter) and
-    ``experts`` as in `types.Batch`. ValueError where rows without ``position`` are longer than a context of learned
-    positions.
+    batch needs ``tokens``; ``position`` (else 0, 1, …), ``segment``, ``until`` (without dropout), ``lengths``, ``row``
+    (with dropout or jitter) and ``experts`` as in `types.Batch`. ValueError where rows without ``position`` are longer
+    than a context of learned positions.
 
     With L blocks of E experts and K choices a token, on every rank of tp the same: ``experts`` int64 [B, T, L, K], the
     choices (-1 on padding), which may be given back in the batch; ``load`` int64 [B, L, E], the tokens of each row that
@@ -181,9 +182,11 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
         raise ValueError(f"{tokens.shape[1]} tokens do not fit model.context {arch.context}; shorten the rows")
     if "experts" in batch:
         check_given(batch, arch)
+    assert how.dropout is None or "until" not in batch, "what texts share would be dropped for all of them alike"
     position = batch.get("position", torch.arange(tokens.shape[1], device=tokens.device)[None])
     segment, dropout = batch.get("segment"), how.dropout
-    attend, far, near = how.attention(segment), None, None
+    attention = sharing(batch["until"], how.attention) if "until" in batch else how.attention
+    attend, far, near = attention(segment), None, None
     if arch.positions == "rotary":
         far = near = angles(position, segment, arch, lengths_BT=batch.get("lengths"))
         if arch.rope_local_theta is not None:
