@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 from attrs import evolve, frozen
+from tokenizers import Tokenizer
 
 from ironfn import tree
 from ironfn.algo.experts import router_bias, watch_experts
 from ironfn.algo.step import State, Step, make_step, skip, stop, unmoved
-from ironfn.data import Dataset, eval_batches, open_dataset, share_at
+from ironfn.checkpoint import as_tree
+from ironfn.data import Dataset, Lesson, eval_batches, open_dataset, share_at
 from ironfn.grad.noise import noise_scale
 from ironfn.grad.remat import recompute
 from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
@@ -19,11 +21,13 @@ from ironfn.layout.fsdp import fetch
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model import experts
+from ironfn.model.adapters import Adapt, adapting, first_adapter, frozen_base
 from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout, by_mask, by_span, written_out
-from ironfn.model.forward import Forward, keep
+from ironfn.model.forward import Forward, keep, unadapted
 from ironfn.model.init import init
 from ironfn.model.transformer import hidden
+from ironfn.model.virtual import with_virtual
 from ironfn.optim.schedules import make_schedule
 from ironfn.spec.records import PrecisionSpec, RunSpec
 from ironfn.types import Batch, Loss, Params
@@ -38,7 +42,8 @@ ON_NONFINITE = {"stop": stop, "skip": skip}
 class Job:
     """Hold a run's parts: what it computes, on which data, where.
 
-    how: the forward pass of evaluation and sampling, without dropout and recomputation.
+    how: the forward pass of evaluation and sampling, without dropout and recomputation. lesson: how examples are
+    taught, where the data are those. base: the checksum of the model under an adapter, or "".
     """
 
     spec: RunSpec
@@ -51,6 +56,18 @@ class Job:
     eval_loss: Loss
     places: Places
     step: Step
+    lesson: Lesson | None = None
+    base: str = ""
+
+    @property
+    def adapts(self) -> bool:
+        """Tell whether the model itself is frozen, and something beside it is trained."""
+        return self.spec.adapter.kind != "none"
+
+    @property
+    def vectors(self) -> int:
+        """Count the trained vectors that stand before every text."""
+        return self.spec.adapter.tokens if self.spec.adapter.kind in ("prompt", "prefix") else 0
 
     @property
     def speaks(self) -> bool:
@@ -68,23 +85,48 @@ class Job:
         rows = spec.micro_batch or spec.batch // self.mesh.shares
         return eval_batches(data, rows, self.spec.report.eval_rows, self.mesh.share, self.mesh.shares)
 
+    def here(self, batch: Batch) -> Batch:
+        """Return a batch on this rank's device, with places for the vectors that are trained before its texts."""
+        if self.vectors:
+            batch = with_virtual(batch, self.vectors, self.mesh.tp.size if self.mesh.sequence_parallel else 1)
+        return to_device(batch, self.device)
+
+    def question(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
+        """Return the ids that a prompt of the spec becomes: a text's beginning, or what an example asks."""
+        if self.lesson is not None:
+            return self.lesson.question(prompt)
+        return [self.train.eos, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids at which a text that was asked for ends."""
+        return frozenset([self.train.eos] if self.lesson is None else [self.train.eos, self.lesson.teaching.end])
+
     def first_state(self, *, drawn: bool = False) -> State:
-        """Return the state before the first step. drawn: whatever ``model.init_from`` says, which will be replaced.
+        """Return the state before the first step. drawn: with any numbers where a checkpoint will replace them.
 
         All ranks call this together. ValueError where ``model.init_from`` is not of this model.
         """
-        spec = self.spec.train
+        spec, layout = self.spec.train, self.places.params
         dtype = getattr(torch, spec.precision.params)
         fixed = tree.map(lambda x: x.to(self.device), router_bias(self.arch))
-        if self.spec.model.init_from is None or drawn:
-            params = init(self.arch, spec.seed, self.places.params, self.mesh, dtype)
+        if self.spec.model.init_from is None or (drawn and not self.adapts):
+            params = init(self.arch, spec.seed, layout, self.mesh, dtype)
             params = tree.map(lambda x: x.to(self.device), params)
         else:
             source = Path(self.spec.model.init_from)
-            params, given = first_weights(source, self.arch, self.places.params, self.mesh, dtype, self.device)
+            params, given = first_weights(source, self.arch, layout, self.mesh, dtype, self.device)
             fixed = given if fixed else fixed
+        if self.adapts:
+            fixed = frozen_base(self.spec.adapter, tree.merge(params, fixed), layout, self.mesh)
+            params = first_adapter(self.spec.adapter, self.arch, fixed, spec.seed, layout, self.mesh)
+            params = tree.map(lambda x: x.to(self.device), params)
         extra: Params = {"fixed": fixed} if fixed else {}
         return State(0, params, self.places.optimizer.init(params), extra=extra)
+
+    def saved(self, state: State) -> Params:
+        """Return the leaves of a checkpoint: all of a state, but for the model under an adapter."""
+        return as_tree(evolve(state, extra={}) if self.adapts else state)
 
     def noise(self, state: State, batch: Batch) -> dict[str, float]:
         """Measure the gradient noise scale on a batch."""
@@ -112,19 +154,22 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def forward(precision: PrecisionSpec) -> Forward:
-    """Return how a spec's precision computes: products in ``compute``, the leaves of ``keep_float32`` in float32."""
-    same = precision.compute == precision.params
+def forward(precision: PrecisionSpec, *, mixed: bool = False) -> Forward:
+    """Return how a spec's precision computes: products in ``compute``, the leaves of ``keep_float32`` in float32.
+
+    mixed: whether there are leaves of another dtype than ``params``, such as those of an adapter.
+    """
+    same = precision.compute == precision.params and not (mixed and precision.params != "float32")
     return Forward(None if same else getattr(torch, precision.compute), tuple(precision.keep_float32))
 
 
-def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None) -> Job:
+def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None, lesson: Lesson | None = None) -> Job:
     """Open the data and make the functions of a run. ValueError for whatever does not fit together.
 
-    device: this rank's; None picks one for a process alone.
+    device: this rank's; None picks one for a process alone. lesson: as the data were prepared with.
     """
     device = device or pick_device(spec.train.device)
-    train = open_dataset(spec.data, "train")
+    train = open_dataset(spec.data, "train", lesson)
     arch = complete(spec.model, train.vocab_size)
     if arch.positions == "learned" and spec.data.length > arch.context:
         raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
@@ -132,16 +177,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         what = f"{mesh.tp.size} ranks of mesh.tp cannot share {arch.rows} rows of the vocabulary evenly"
         raise ValueError(f"{what}; set model.pad_vocab_to to {mesh.tp.size}, or a multiple of it")
     where = places(spec, arch, mesh)
-    plain = forward(spec.train.precision)
-    if spec.mesh.fsdp:
-        plain = evolve(plain, fetch=fetch(where.params, mesh))
-    how = evolve(
-        plain,
-        attention=by_mask if spec.train.compile else by_span,
-        run=recompute if spec.train.remat else keep,
-        dropout=Dropout(arch.dropout, spec.train.seed) if arch.dropout else None,
-        jitter=spec.train.seed if arch.moe is not None and arch.moe.jitter else None,
-    )
+    plain, how = _forwards(spec, arch, where, mesh)
     body = torch.compile(hidden, fullgraph=True, dynamic=False) if spec.train.compile else hidden
     chunk = spec.train.loss_chunk
     return Job(
@@ -151,7 +187,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         mesh=mesh,
         device=device,
         train=train,
-        validation=open_dataset(spec.data, "validation") if spec.data.split.validation else None,
+        validation=open_dataset(spec.data, "validation", lesson) if spec.data.split.validation else None,
         eval_loss=lm_loss(arch, plain, chunk=chunk, penalties=False),
         places=where,
         step=make_step(
@@ -161,12 +197,33 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
             table=where.params,
             mesh=mesh,
             updates=where.updates,
-            carry=unmoved if arch.moe is None else watch_experts(arch),
+            carry=unmoved if arch.moe is None or spec.adapter.kind != "none" else watch_experts(arch),
             bucket_bytes=spec.mesh.bucket_mb << 20,
             clip=spec.optim.clip,
             on_nonfinite=ON_NONFINITE[spec.optim.nonfinite],
             donate=True,
         ),
+        lesson=lesson,
+    )
+
+
+def _forwards(spec: RunSpec, arch: Arch, where: Places, mesh: Mesh) -> tuple[Forward, Forward]:
+    """Return how the model is computed to evaluate it, and to train it: the same, with what only training wants."""
+    adapts = spec.adapter.kind != "none"
+    plain = forward(spec.train.precision, mixed=adapts)
+    if spec.mesh.fsdp:
+        plain = evolve(plain, fetch=fetch(where.params, mesh))
+    adapt: list[Adapt] = [unadapted, unadapted]
+    if adapts:
+        adapt = [adapting(spec.adapter, mesh, seed, plain.compute or torch.float32) for seed in (None, spec.train.seed)]
+    plain = evolve(plain, adapt=adapt[0])
+    return plain, evolve(
+        plain,
+        adapt=adapt[1],
+        attention=by_mask if spec.train.compile else by_span,
+        run=recompute if spec.train.remat else keep,
+        dropout=Dropout(arch.dropout, spec.train.seed) if arch.dropout else None,
+        jitter=spec.train.seed if arch.moe is not None and arch.moe.jitter else None,
     )
 
 

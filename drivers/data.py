@@ -58,7 +58,10 @@ def inspect(spec: RunSpec, split: str, rows: int, step: int, tokens: bool) -> No
     from ironfn.data.tokenizer import load
     from ironfn.data.view import spans
 
-    data = open_dataset(spec.data, split)
+    from .taught import taught
+
+    spec, lesson = taught(spec)
+    data = open_dataset(spec.data, split, lesson)
     vocabulary = load(data.tokenizer, spec.data.tokenizer.eos)
     console = Console(soft_wrap=True, highlight=False)
     console.print(Text("\n".join(_summary(data, split))))

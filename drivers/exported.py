@@ -11,9 +11,9 @@ from ironfn import tree
 from ironfn.data.tokenizer import load
 from ironfn.hf.directory import export_model
 
+from .adapted import open_whole
 from .imported import kept
 from .rundir import RunDir
-from .saved import open_saved
 
 
 def export_run(
@@ -23,9 +23,13 @@ def export_run(
     architecture: str | None,
     file_bytes: int,
     say: Callable[[str], None],
+    base: Path | None = None,
 ) -> str:
-    """Write the newest checkpoint of a run, or the one named, and return what there is to say of it."""
-    found = open_saved(source, say)
+    """Write the newest checkpoint of a run, or the one named, and return what there is to say of it.
+
+    base: see `open_whole`.
+    """
+    found = open_whole(source, say, base)
     carried = kept(RunDir(found.path.parent.parent))
     leaves = tree.flatten(found.params) | tree.flatten(found.fixed)
     tokenizer, eos = None, None

@@ -23,8 +23,8 @@ from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import complete
 from ironfn.model.tables import table
 
+from .adapted import open_whole
 from .imported import KEPT, keep_model
-from .saved import open_saved
 
 
 def import_gguf(source: Path, target: Path, dtype: torch.dtype | None = None, pad_vocab_to: int = 1) -> str:
@@ -71,7 +71,7 @@ def _json(value: Any) -> bytes:
 
 def export_gguf(source: Path, target: Path, kind: str, say: Callable[[str], None]) -> str:
     """Write the newest checkpoint of a run, or the one named, as a GGUF file, and return what there is to say of it."""
-    found = open_saved(source, say)
+    found = open_whole(source, say)
     if found.tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, which a GGUF file has to hold; put its tokenizer.json there")
     beside = found.path.parent.parent / KEPT

@@ -133,7 +133,7 @@ def threads(given: int | None, local_size: int) -> int | None:
     return max(1, cores // local_size)
 
 
-def command(spec: Path, size: int, local_size: int | None = None) -> str:
+def command(spec: Path, size: int, local_size: int | None = None, verb: str = "pretrain") -> str:
     """Return the command that starts, or goes on with, the run of a spec on ``size`` ranks.
 
     >>> command(Path("a.yaml"), 1)
@@ -150,4 +150,4 @@ def command(spec: Path, size: int, local_size: int | None = None) -> str:
         start = f"torchrun --nproc-per-node {size} -m ironfn"
     else:  # where the nodes meet is not ours to know
         start = f"torchrun --nnodes {-(-size // local)} --nproc-per-node {local} … -m ironfn"
-    return f"{start} pretrain {shlex.quote(str(spec))}"
+    return f"{start} {verb} {shlex.quote(str(spec))}"

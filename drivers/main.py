@@ -33,10 +33,13 @@ COMMANDS = MappingProxyType(
     {
         "prepare": Entry("prepare:command", "Train or take the tokenizer and write the token stores of a spec."),
         "pretrain": Entry("pretrain:command", "Train a language model from random weights, or resume one."),
+        "sft": Entry("sft:command", "Teach a model by examples, whole or through an adapter, or resume that."),
         "generate": Entry("generate:command", "Continue prompts with a trained model."),
         "chat": Entry("chat:command", "Talk with a trained model."),
         "serve": Entry("serve:command", "Serve a trained model over HTTP, as OpenAI's API does, with a page to chat."),
         "convert": Entry("convert:command", "Take a model from a Hugging Face directory or a GGUF, or write one."),
+        "merge": Entry("merge:command", "Make one model of an adapter and the model that it was trained beside."),
+        "export": Entry("export:command", "Write a run as others load it: a model, or an adapter for peft."),
         "fetch": Entry("fetch:command", "Download a small model and make it ready to use and to train on."),
         "eval": Entry("eval:command", "Measure a trained model on questions and on texts."),
         "report": Entry("report:command", "Write a run's report.html and loss.png again from its metrics."),

@@ -15,6 +15,7 @@ from ironfn.layout.fsdp import shard_table
 from ironfn.layout.table import Placement, by_path
 from ironfn.layout.zero import share_updates
 from ironfn.mesh.axis import Mesh
+from ironfn.model.adapters import adapter_shapes, frozen_paths
 from ironfn.model.arch import Arch
 from ironfn.model.init import abstract, shapes
 from ironfn.model.tables import table
@@ -28,8 +29,9 @@ from ironfn.types import Params
 class Places:
     """Say where a run's leaves are: on one process, all of them here.
 
-    params: the parameters, and what is fixed beside them. updates: the reduced gradients, where ZeRO-1 shares them out.
-    optimizer: moves the parameters there. saved: every leaf of a checkpoint, those that only other ranks hold as well.
+    params: all that the forward pass sees, trained or frozen. updates: the reduced gradients, where ZeRO-1 shares them
+    out. optimizer: moves the parameters there. saved: every leaf of a checkpoint, those that only other ranks hold as
+    well; what is frozen under an adapter is none of them.
     """
 
     params: Mapping[str, Placement]
@@ -39,15 +41,20 @@ class Places:
 
 
 def places(spec: RunSpec, arch: Arch, mesh: Mesh) -> Places:
-    """Return the layout that ``spec.mesh`` asks for. ValueError as `labels_of`."""
-    sizes, whole, fixed = shapes(arch), abstract(arch, getattr(torch, spec.train.precision.params)), router_bias(arch)
-    params = by_path(table(spec.mesh.sequence_parallel), [*sizes, *tree.flatten(fixed)])
+    """Return the layout that ``spec.mesh`` asks for. ValueError as `labels_of`, and as `adapters.targets`."""
+    sizes, fixed = shapes(arch), router_bias(arch)
+    trained, dtype = sizes, getattr(torch, spec.train.precision.params)
+    if spec.adapter.kind != "none":
+        trained, dtype = adapter_shapes(spec.adapter, arch), torch.float32
+    everything = sizes | trained
+    paths = [*frozen_paths(spec.adapter, arch), *trained, *tree.flatten(fixed)]
+    params = by_path(table(spec.mesh.sequence_parallel), paths)
     if spec.mesh.fsdp:
-        params |= shard_table(params, sizes, mesh)
-    updates = share_updates(params, sizes, mesh, whole_work(spec.optim, sizes)) if spec.mesh.zero1 else None
-    bucket = spec.mesh.bucket_mb << 20
+        params |= shard_table(params, everything, mesh)
+    updates = share_updates(params, trained, mesh, whole_work(spec.optim, trained)) if spec.mesh.zero1 else None
+    bucket, whole = spec.mesh.bucket_mb << 20, abstract(trained, dtype)
     optimizer = make_optimizer(spec.optim, whole, table=params, mesh=mesh, updates=updates, bucket_bytes=bucket)
-    extra: Params = {"fixed": fixed} if fixed else {}
+    extra: Params = {"fixed": fixed} if fixed and trained is sizes else {}
     # Of the whole state: this rank's own has no leaf of the updates that others make.
     state = State(0, whole, make_optimizer(spec.optim, whole).init(whole), extra=extra)
     return Places(params, updates, optimizer, layout_of(state, params, updates))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import NoReturn
 
 import click
 
@@ -25,10 +26,22 @@ def command(spec: RunSpec, override: bool, restart: bool) -> None:
     SIGTERM, SIGINT and SIGUSR1 save at the end of the step and exit with code 75. Several ranks are started by
     torchrun --nproc-per-node N -m ironfn pretrain SPEC, N being the product of the mesh.
     """
+    if spec.data.form != "documents":
+        raise click.UsageError(
+            f"data.form is {spec.data.form}, which `ironfn sft` teaches; for text, set it to documents"
+        )
+    trains(spec, override, restart)
+
+
+def trains(spec: RunSpec, override: bool, restart: bool, *, prepared: bool = False) -> NoReturn:
+    """Train as a spec says, on this process's part of the mesh, and exit. prepared: prepare the data where needed."""
     quieten()
+    from .prepare import prepare_on_first
     from .run import run
 
     with launched(spec) as (mesh, device):
+        if prepared:
+            prepare_on_first(spec, mesh, device)
         code = run(spec, mesh=mesh, device=device, override=override, restart=restart)
         ignore_signals()  # all is saved: one more, while the ranks part, may not change the code that says so
     sys.exit(code)

@@ -12,16 +12,17 @@ from attrs import asdict, evolve
 
 from ironfn import __version__
 from ironfn.algo.step import Metrics, NonFiniteError, State
-from ironfn.checkpoint import Saver, as_tree, load_newest, prune, steps
+from ironfn.checkpoint import Saver, load_newest, prune, steps
 from ironfn.checkpoint.files import replace_whole
 from ironfn.data import prefetch
+from ironfn.mesh.agree import each
 from ironfn.mesh.axis import SINGLE, Mesh, any_rank
 from ironfn.report.rows import read_rows
 from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
 from ironfn.types import Batch, Params
 
-from .build import Job, build, pick_device, to_device
+from .build import Job, build, pick_device
 from .console import Console
 from .failures import Failure, alike, one_voice, together
 from .imported import keep_along
@@ -29,6 +30,8 @@ from .launch import Ranks, command, threads
 from .report import draw
 from .rundir import RunDir
 from .signals import EXIT_STOPPED, stop_requested
+from .start import identity
+from .taught import taught
 from .watch import Watch, watching
 
 
@@ -50,7 +53,9 @@ def run(
     if (count := threads(spec.train.threads, ranks.local_size)) is not None:
         torch.set_num_threads(count)
     device = device or pick_device(spec.train.device)
-    again = command(place.spec, mesh.world.size, ranks.local_size if ranks.size > 1 else None)
+    spec, lesson = together(mesh, device, lambda: taught(spec))
+    local_size = ranks.local_size if ranks.size > 1 else None
+    again = command(place.spec, mesh.world.size, local_size, "pretrain" if lesson is None else "sft")
     with ExitStack() as stack:
         console = stack.enter_context(Console(spec.train.steps, speak=speaks, title=spec.name))
         stopped = stack.enter_context(stop_requested(again, speak=speaks))
@@ -62,8 +67,10 @@ def run(
 
         together(mesh, device, begin)
         alike(mesh, device, "the spec", xxhash.xxh3_64_intdigest(dump_spec(spec).encode()))
-        job = together(mesh, device, lambda: build(spec, mesh, device))
+        job = together(mesh, device, lambda: build(spec, mesh, device, lesson))
         alike(mesh, device, f"the data in {spec.data.dir}", job.train.checksum)
+        if job.adapts:
+            job = evolve(job, base=_identity(job))
         begun = bool(steps(place.checkpoints))
         first = together(mesh, device, lambda: job.first_state(drawn=begun))
         state, seconds = together(mesh, device, lambda: _restore(job, first, place, console, restart))
@@ -80,13 +87,21 @@ def run(
         return 0
 
 
+def _identity(job: Job) -> str:
+    """Return the checksum of the model under an adapter, which rank 0 reads for all."""
+    source = Path(job.spec.model.init_from or "")
+    mine = together(job.mesh, job.device, lambda: identity(source).encode() if job.speaks else b"")
+    first, *_ = each(job.mesh, mine, job.device)
+    return first.decode()
+
+
 def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable[[], str | None]) -> State:
     """Take steps until the last one or a signal; save at intervals and at the end."""
     spec, saver = job.spec, _saver(job, place)
     if state.step == 0:
         watch.look_closer(state)
     for batch in prefetch(job.batch, state.step, spec.train.steps, workers=spec.data.workers):
-        on_device = to_device(batch, job.device)
+        on_device = job.here(batch)
         noise = _noise(job, state, on_device)
         state, metrics = _step(job, state, on_device)
         stop = watch.step(state, batch, metrics | noise, stopped)
@@ -134,11 +149,12 @@ def _save(job: Job, state: State, save: Callable[[int, Params, dict[str, object]
         "spec": asdict(job.spec),
         "arch": asdict(job.arch),
         "data": f"{job.train.checksum:016x}",
+        "base": job.base,
         "skipped": state.skipped,
         "seconds": seconds,
     }
     with one_voice(job.mesh):
-        save(state.step, as_tree(state), meta)
+        save(state.step, job.saved(state), meta)
 
 
 def _restore(job: Job, state: State, place: RunDir, console: Console, restart: bool) -> tuple[State, float]:
@@ -147,7 +163,7 @@ def _restore(job: Job, state: State, place: RunDir, console: Console, restart: b
     Saved on whatever mesh: every rank takes its shares. What is wrong is found by all ranks alike.
     """
     found = load_newest(
-        place.checkpoints, console.warn, restart=restart, device=job.device, into=as_tree(state),
+        place.checkpoints, console.warn, restart=restart, device=job.device, into=job.saved(state),
         layout=job.places.saved, mesh=job.mesh,
     )  # fmt: skip
     if found is None:
@@ -164,6 +180,11 @@ def _restore(job: Job, state: State, place: RunDir, console: Console, restart: b
     if meta["data"] != f"{job.train.checksum:016x}":
         raise ValueError(
             f"{found.path} was trained on other data than {job.spec.data.dir} holds now; prepare the old data again, "
+            "or give this run another name"
+        )
+    if meta.get("base", "") != job.base:
+        raise ValueError(
+            f"{found.path} was trained beside another model than {job.spec.model.init_from} holds now; put that back, "
             "or give this run another name"
         )
     if meta["step"] > job.spec.train.steps:

@@ -22,7 +22,7 @@ from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import structure
 
-BOUND = ("model", "data", "optim", "train.batch", "train.seed", "train.precision")
+BOUND = ("model", "data", "sft", "adapter", "optim", "train.batch", "train.seed", "train.precision")
 """What a run may not change between its steps: with another value the steps before and after are of two runs."""
 FREE = ("data.workers", "data.bad_lines")
 """What lies inside `BOUND` and yet changes no number."""

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from ironfn import checkpoint, tree
+from ironfn.checkpoint.manifest import NAME as MANIFEST
 from ironfn.data.preparation import TOKENIZER
 from ironfn.model.arch import Arch
 from ironfn.spec.records import RunSpec
@@ -20,7 +21,8 @@ from ironfn.types import Params
 class Saved:
     """Hold what a checkpoint says of a model.
 
-    fixed: the leaves beside its parameters. tokenizer: its tokenizer.json, if there is one.
+    fixed: the leaves beside its parameters. tokenizer: its tokenizer.json, if there is one. base: the `start.identity`
+    of the model that an adapter was trained beside, or "".
     """
 
     path: Path
@@ -29,6 +31,7 @@ class Saved:
     arch: Arch
     spec: RunSpec
     tokenizer: Path | None
+    base: str = ""
 
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
@@ -36,7 +39,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     if path.is_file():
         raise ValueError(f"{path} is a file; a model here is a run's directory, which `ironfn convert` makes of a GGUF")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = folder if (folder / "manifest.msgpack").exists() else checkpoint.newest(folder, say)
+    found = folder if (folder / MANIFEST).exists() else checkpoint.newest(folder, say)
     if found is None:
         raise ValueError(f"{path} holds no checkpoint; {_remedy(path)}")
     return found
@@ -73,4 +76,4 @@ def open_saved(path: Path, say: Callable[[str], None]) -> Saved:
     say(f"{found}, step {meta['step']}")
     extra = tree.branch(saved, "extra") if "extra" in saved else {}
     fixed = tree.branch(extra, "fixed") if "fixed" in extra else {}
-    return Saved(found, tree.branch(saved, "params"), fixed, arch, spec, tokenizer)
+    return Saved(found, tree.branch(saved, "params"), fixed, arch, spec, tokenizer, meta.get("base", ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,14 @@ def takes_spec(command: Callable[..., Any], *, ranks: Callable[[], int | None] =
 
 def resolve(specs: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None = None) -> RunSpec:
     """Load the spec that these words and overrides describe, for so many ranks. `SpecError` where it is faulty."""
-    return load_spec([find_spec(name) for name in specs], overrides, NAMED, ranks)
+    return load_spec([find_spec(name) for name in specs], overrides, NAMED, ranks, _model_at)
+
+
+def _model_at(source: str) -> Mapping[str, object]:
+    """Return the fields of ``model`` of the model that a path leads to, for a spec that begins from it."""
+    from .origin import model_fields  # brings torch in
+
+    return model_fields(Path(source))
 
 
 @click.group()

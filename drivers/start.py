@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 
 from ironfn import checkpoint, tree
+from ironfn.checkpoint.manifest import NAME as MANIFEST
 from ironfn.hf.directory import Described, describe, is_directory, load_model
 from ironfn.hf.export import essence
 from ironfn.layout.table import Placement
@@ -51,6 +53,21 @@ def first_weights(
     return tree.unflatten(params), tree.unflatten(zeros | fixed)
 
 
+def identity(source: Path) -> str:
+    """Return a checksum of a model's weights: of the list of a checkpoint's checksums, of the bytes of other files."""
+    files = sorted(source.glob("*.safetensors")) if _is_hf(source) else [find_checkpoint(source, _unsaid) / MANIFEST]
+    digest = xxhash.xxh3_64()
+    for file in files:
+        with file.open("rb") as data:
+            while part := data.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def _unsaid(line: str) -> None:
+    pass
+
+
 def _is_hf(source: Path) -> bool:
     if source.is_file():
         raise ValueError(f"model.init_from: {source} is a file; `ironfn convert {source} NEW` makes a run of a GGUF")
@@ -67,10 +84,14 @@ def _described(source: Path, arch: Arch) -> Described:
 
 def _saved(source: Path, arch: Arch, layout: Mapping[str, Placement]) -> tuple[Path, dict[str, Placement]]:
     """Find a checkpoint of this very model, and say where its leaves go."""
-    warned: list[str] = []
-    found = find_checkpoint(source, warned.append)
+    found = find_checkpoint(source, _unsaid)
     manifest = checkpoint.read_manifest(found)
-    _, theirs = records(manifest.meta, found)
+    spec, theirs = records(manifest.meta, found)
+    if spec.adapter.kind != "none":
+        raise ValueError(
+            f"model.init_from: {source} holds an adapter ({spec.adapter.kind}) alone; `ironfn merge {source} NEW` "
+            "makes a model of it and what it was trained beside"
+        )
     _check_same(source, theirs, arch)
     if theirs.rows != arch.rows:
         raise ValueError(

@@ -23,11 +23,11 @@ from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.tables import table
 from ironfn.types import Params
 
+from .adapted import open_whole
 from .build import forward, pick_device
 from .gguf import carried, end_of
 from .imported import kept, vocabulary_of
 from .rundir import RunDir
-from .saved import open_saved
 from .wording import Wording
 
 
@@ -118,7 +118,7 @@ def open_model(
 
 
 def _of_run(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:
-    saved = open_saved(path, say)
+    saved = open_whole(path, say)
     if saved.tokenizer is None:
         raise ValueError(f"{path} has no {TOKENIZER}; put the one that the model was trained with there")
     params = tree.map(lambda leaf: leaf.to(device, dtype or leaf.dtype), tree.merge(saved.params, saved.fixed))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,10 +14,12 @@ from attrs import asdict, define, evolve
 from tokenizers import Tokenizer
 
 from ironfn.algo.step import Metrics, State
+from ironfn.data.packed import PackedStore
 from ironfn.generate import engine
 from ironfn.generate.engine import Request, Token, complete
 from ironfn.generate.sampling import Sampling
 from ironfn.mesh.axis import Mesh
+from ironfn.model.adapters import adapter_shapes
 from ironfn.model.counting import flops_per_token, parameters
 from ironfn.report.evaluation import bits_per_byte, evaluate, target_bytes
 from ironfn.report.meter import Meter, peak_memory
@@ -24,7 +27,7 @@ from ironfn.report.mfu import find_peak, mfu
 from ironfn.report.rows import EvaluationRow, MetricsFile, RunRow, TrainRow, Value, as_dict, read_rows, trim
 from ironfn.types import Batch
 
-from .build import Job, to_device
+from .build import Job
 from .console import Console
 from .rundir import RunDir
 from .trackers import Trackers, open_trackers
@@ -82,7 +85,7 @@ class Watch:
         job, spec = self.job, self.job.spec
         pace, left = self.meter.look(state.step, round(metrics["tokens"]))
         told = stopped() is not None
-        size, memory, stop, fingerprint = seen(batch, job.train.byte_lengths, told, job.mesh, job.device)
+        size, places, memory, stop, fingerprint = seen(batch, job.train.byte_lengths, told, job.mesh, job.device)
         if self.voice is None:
             return stop
         nats = metrics.get("cross_entropy", metrics["loss"])  # a loss may hold penalties that are no text
@@ -94,7 +97,7 @@ class Watch:
             lr=metrics["lr"],
             grad_norm=metrics["grad_norm"],
             tokens_per_s=pace,
-            mfu=mfu(self.flops, pace, self.peak, devices=job.mesh.world.size),
+            mfu=mfu(self.flops, pace * places / max(metrics["tokens"], 1), self.peak, devices=job.mesh.world.size),
             memory=memory,
             seconds=self.meter.seconds,
             left=left,
@@ -110,7 +113,7 @@ class Watch:
         job = self.job
         with self.meter.away():
             if (data := job.validation) is not None:
-                batches = (to_device(batch, job.device) for batch in job.eval_batches(data))
+                batches = map(job.here, job.eval_batches(data))
                 found = evaluate(job.eval_loss, state.model, batches, job.mesh, data.byte_lengths)
                 if self.voice is not None:
                     self.voice.evaluation(EvaluationRow.of(found, step=state.step, seconds=self.meter.seconds))
@@ -131,11 +134,13 @@ class Watch:
         job, spec, length = self.job, self.job.spec, self.job.spec.data.length
         requests: list[Request] = []
         for number, prompt in enumerate(spec.report.prompts):
-            ids = [job.train.eos, *self.tokenizer.encode(prompt, add_special_tokens=False).ids][-max(length // 2, 1) :]
-            limit = min(spec.report.sample_tokens, length + 1 - len(ids))
-            sampling, stop = Sampling(0.8, top_k=50, seed=spec.train.seed), frozenset([job.train.eos])
+            ids = job.question(self.tokenizer, prompt)[-max(length // 2, 1) :]
+            limit, before = min(spec.report.sample_tokens, length + 1 - len(ids)), (0,) * job.vectors
+            sampling = Sampling(0.8, top_k=50, seed=spec.train.seed)
             requests.append(
-                Request(key=number, prompt=tuple(ids), limit=limit, sampling=sampling, stop=stop, stream=(number,))
+                Request(
+                    key=number, prompt=(*before, *ids), limit=limit, sampling=sampling, stop=job.ends, stream=(number,)
+                )
             )
         new: dict[Hashable, list[int]] = {request.key: [] for request in requests}
         model = engine.Generator(params=state.model, arch=job.arch, how=job.how, mesh=job.mesh)
@@ -147,19 +152,21 @@ class Watch:
 
 def seen(
     batch: Batch, byte_lengths: torch.Tensor, stop: bool, mesh: Mesh, device: torch.device
-) -> tuple[int, int, bool, str]:
-    """Return the bytes of all ranks' targets, the most memory that one uses, whether any stops, and a fingerprint.
+) -> tuple[int, int, int, bool, str]:
+    """Return all ranks' bytes of targets and tokens read, the most memory of one, whether any stops, a fingerprint.
 
     The fingerprint is that of the global batch, its rows in order: the same on every mesh, so that two runs' data can
     be compared from their metrics. The ranks tell each other all of this in one exchange.
     """
     rows = [_row_checksum(batch, row) for row in range(len(batch["tokens"]))]
-    mine = torch.tensor([[int(target_bytes(batch, byte_lengths)), peak_memory(device), int(stop), *rows]])
+    size, read = int(target_bytes(batch, byte_lengths)), int((batch.get("segment", batch["tokens"]) >= 0).sum())
+    mine = torch.tensor([[size, read, peak_memory(device), int(stop), *rows]])
     if mesh.world.size > 1:
         mine = mesh.world.backend.all_gather(mine.to(device), 0).cpu()
     shares = mine[:: mesh.tp.size]  # the ranks of tp saw the same rows
-    fingerprint = xxhash.xxh3_64_hexdigest(shares[:, 3:].contiguous().numpy().tobytes())
-    return int(shares[:, 0].sum()), int(mine[:, 1].max()), bool(mine[:, 2].any()), fingerprint
+    fingerprint = xxhash.xxh3_64_hexdigest(shares[:, 4:].contiguous().numpy().tobytes())
+    size, read = shares[:, :2].sum(0).tolist()
+    return size, read, int(mine[:, 2].max()), bool(mine[:, 3].any()), fingerprint
 
 
 def _row_checksum(batch: Batch, row: int) -> int:
@@ -173,7 +180,8 @@ def watching(job: Job, place: RunDir, console: Console, state: State, seconds: f
     """Open the run's files at its present step: rows of steps that are to be taken again are dropped."""
     meter = Meter(job.spec.train.steps, state.step, seconds, time.perf_counter)
     tokenizer = Tokenizer.from_file(str(job.train.tokenizer))
-    flops = flops_per_token(job.arch, job.spec.data.length)
+    # of what is frozen no gradient is made: two products of three are left
+    flops = flops_per_token(job.arch, job.spec.data.length) * (2 / 3 if job.adapts else 1)
     if not job.speaks:
         yield Watch(job, None, meter, tokenizer, flops, 0.0)
         return
@@ -187,13 +195,37 @@ def watching(job: Job, place: RunDir, console: Console, state: State, seconds: f
             if _devices(place) != job.mesh.world.size:  # at the start, and where the run goes on on another mesh
                 rows.write(_describe(job, flops, peak, state.step))
             devices = f"{job.mesh.world.size} x {job.device.type}" if job.mesh.world.size > 1 else job.device
+            size = f"{parameters(job.arch) / 1e6:.1f} M parameters"
+            if job.adapts:
+                size += f" and {_trained(job) / 1e6:.2f} M that are trained beside them"
             console.note(
-                f"{spec.name}: {parameters(job.arch) / 1e6:.1f} M parameters on {devices}, "
+                f"{spec.name}: {size} on {devices}, "
                 f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, {state.step}/{spec.train.steps} steps"
             )
+            for line in _packing(job) if fresh else ():
+                console.note(line)
             yield Watch(job, Voice(place, console, opened, rows), meter, tokenizer, flops, peak)
         finally:
             opened.close()
+
+
+def _trained(job: Job) -> int:
+    return sum(math.prod(shape) for shape in adapter_shapes(job.spec.adapter, job.arch).values())
+
+
+def _packing(job: Job) -> Iterator[str]:
+    """Say how examples lie in rows, and what became of those that are longer."""
+    spec = job.spec
+    for name, store in zip(job.train.names, job.train.stores, strict=True):
+        if isinstance(store, PackedStore):
+            fit, how = store.fit, f"{len(store.size):,} texts in {store.packs.rows:,} rows"
+            yield f"{name}: {how}, {store.packs.efficiency:.1%} of their places filled"
+            if fit.overlong:
+                done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[spec.sft.overlong]
+                lost = f"{fit.lost_targets:,} of their {fit.targets:,} trained tokens are lost"
+                yield f"{name}: {fit.overlong:,} texts longer than data.length {spec.data.length} are {done}; {lost}"
+    if job.lesson is not None:
+        yield f"an epoch is {-(-job.train.rows // spec.train.batch):,} steps"
 
 
 def _devices(place: RunDir) -> int | None:
@@ -211,4 +243,5 @@ def _describe(job: Job, flops: float, peak: float, step: int) -> RunRow:
         devices=job.mesh.world.size,
         tokens_per_step=spec.train.batch * spec.data.length,
         device=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        extra={"trained": _trained(job)} if job.adapts else {},
     )

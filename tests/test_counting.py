@@ -14,7 +14,7 @@ from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import Arch, complete
 from ironfn.model.counting import flops_per_token, matmul_parameters, parameters
 from ironfn.model.families import model_spec
-from ironfn.model.init import abstract, init
+from ironfn.model.init import abstract, init, shapes
 from ironfn.model.tables import table
 from tests import peers
 
@@ -37,7 +37,7 @@ def test_parameters_are_those_of_transformers(preset: str, fields: dict[str, Any
     arch = peers.make_arch(preset, 101, **fields)
     model, params = getattr(peers, preset)(arch)
     assert parameters(arch) == model.num_parameters() == tree.count(params)
-    assert parameters(arch) == tree.count(abstract(arch)) == tree.count(init(arch, 0, table(False), SINGLE))
+    assert parameters(arch) == tree.count(abstract(shapes(arch))) == tree.count(init(arch, 0, table(False), SINGLE))
 
 
 def test_gpt2_has_the_published_number_of_parameters() -> None:

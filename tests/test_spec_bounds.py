@@ -21,8 +21,8 @@ FIRST = {
     "a long list": ":1:4000: here the spec passes 2000 values, its aliases written out",
     "a number of 60,000 digits": ":1:16: a number of 60000 digits",
     "larger than a spec": ": is larger than 64 KiB; a spec is a short text",
-    "unknown keys": ":1:1 key0: unknown key; the keys here are name, out, model, data, optim, mesh, train, "
-    "checkpoint, report",
+    "unknown keys": ":1:1 key0: unknown key; the keys here are name, out, model, data, sft, adapter, optim, mesh, "
+    "train, checkpoint, report",
 }
 
 

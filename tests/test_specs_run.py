@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,13 +41,25 @@ def ironfn(*calls: list[str], cwd: Path) -> list[str]:
 def smaller(file: Path, sources: Path) -> list[str]:
     """Return the overrides that make a spec small: its size and its text, nothing of what it is there to show."""
     spec = load_spec([file], [], PRESETS)
-    smaller = ["train.steps=3", "train.batch=4", "model.layers=2", "model.width=32", "data.tokenizer.vocab_size=600"]
-    smaller += ["model.ffn=64", "optim.schedule.warmup=1", "checkpoint.every=2", "report.log_every=1"]
+    smaller = ["train.steps=3", "train.batch=4", "optim.schedule.warmup=1", "checkpoint.every=2", "report.log_every=1"]
     smaller += ["report.eval_rows=2", "report.eval_every=3", "report.sample_tokens=4", "data.split.validation=0.2"]
+    if spec.model.init_from is None:
+        smaller += ["model.layers=2", "model.width=32", "model.ffn=64", "data.tokenizer.vocab_size=600"]
     smaller += [f"data.sets.{name}.sources=[{sources}]" for name in spec.data.sets]
     if spec.optim.schedule.kind == "wsd":
         smaller.append("optim.schedule.decay_steps=1")
     return [word for override in smaller for word in ("-s", override)]
+
+
+def with_a_model(place: Path, texts: Path, folder: Path) -> Path:
+    """Train the model that a spec begins from, a small one, and return a file of examples."""
+    quickstart = ROOT / "specs/pretrain/quickstart.yaml"
+    overrides = [*smaller(quickstart, texts), "-s", f"out={place.parent}", "-s", f"name={place.name}"]
+    overrides += ["-s", "model.context=512"]
+    ironfn(*([word, str(quickstart), *overrides] for word in ("prepare", "pretrain")), cwd=folder)
+    rows = [{"prompt": f"def f{n}(x):", "completion": f" return x + {n}"} for n in range(60)]
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "examples.jsonl"
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -56,6 +69,8 @@ def test_a_shipped_spec_prepares_and_trains(file: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted((ROOT / "ironfn").rglob("*.py"))[:30]):
         (sources / f"{number}.py").write_bytes(path.read_bytes())
     name, overrides = f"{file.parent.name}/{file.stem}", smaller(file, sources)
+    if (begins_from := load_spec([file], [], PRESETS).model.init_from) is not None:
+        overrides = smaller(file, with_a_model(Path(begins_from), sources, tmp_path))
     train, sample = (
         [file.parent.name, name, *overrides],
         ["generate", f"runs/{file.stem}", "--tokens", "4", "-p", "def"],

@@ -67,6 +67,13 @@ class Lesson:
             "specials": None if chat is None else dict(chat.specials),
         }
 
+    def question(self, prompt: str) -> list[int]:
+        """Return the ids after which an answer to a prompt is written, as the model is taught them."""
+        teaching = self.teaching
+        if teaching.chat is not None and self.spec.prompts == "chat":
+            return teaching.chat.encode([{"role": "user", "content": prompt}])
+        return [*teaching.begin, *teaching.vocabulary.tokenizer.encode(prompt, add_special_tokens=False).ids]
+
 
 def check_lesson(spec: DataSpec, lesson: Lesson, sources: Mapping[str, Sequence[Source]]) -> None:
     """Raise a ValueError where the settings of ``data`` are of no use for examples, with what to set instead."""
@@ -153,6 +160,7 @@ def _admitted(
                     raise ValueError(str(item))
             else:
                 tally.documents += 1
+                tally.forms[item.kind] = tally.forms.get(item.kind, 0) + 1
                 code = digest(item)
                 if spec.deduplicate and code in seen:
                     tally.duplicate += 1

@@ -30,7 +30,7 @@ class Tally:
     documents: those read. blank: lines without any. bad: those that could not be read, the first of them in
     ``examples``. Of the documents, ``empty`` hold only white space and ``duplicate`` repeat an earlier one; the rest
     are in ``splits``. cleaned: documents that ftfy changed. fim: those rearranged. unknown: unknown-token ids written.
-    untaught: examples of which nothing would be trained.
+    untaught: examples of which nothing would be trained. forms: how many examples of each form there are.
     """
 
     files: int = 0
@@ -43,6 +43,7 @@ class Tally:
     fim: int = 0
     unknown: int = 0
     untaught: int = 0
+    forms: dict[str, int] = field(factory=dict)
     examples: list[str] = field(factory=list)
     splits: dict[str, SplitTally] = field(factory=lambda: {split: SplitTally() for split in SPLITS})
 
@@ -69,6 +70,7 @@ def describe(name: str, tally: Tally) -> list[str]:
     names = ("blank", "bad", "empty", "duplicate", "cleaned", "fim", "unknown", "untaught")
     rest = {name: getattr(tally, name) for name in names}
     parts = [f"{tally.files:,} files", f"{tally.documents:,} documents in"]
+    parts += [f"{count:,} of the form {form}" for form, count in sorted(tally.forms.items())]
     parts += [f"{count:,} {what}" for what, count in rest.items() if count]
     lines = [f"{name}: " + ", ".join(parts)]
     for split, counts in tally.splits.items():

@@ -124,7 +124,17 @@ def frozen_base(spec: AdapterSpec, params: Params, layout: Table, mesh: Mesh = S
     """
     if spec.base == "none":
         return params
-    return nf4.quantize(params, lambda path: bool(_IN_BLOCK.fullmatch(path)), layout, mesh)
+    return nf4.quantize(params, _in_4_bits, layout, mesh)
+
+
+def frozen_paths(spec: AdapterSpec, arch: Arch) -> list[str]:
+    """Return the path of every leaf of `frozen_base`, and of the model that it is made of."""
+    small = [path for path in shapes(arch) if spec.base != "none" and _in_4_bits(path)]
+    return [*shapes(arch), *(f"{path}{nf4.SUFFIX}/{name}" for path in small for name in nf4.NAMES)]
+
+
+def _in_4_bits(path: str) -> bool:
+    return bool(_IN_BLOCK.fullmatch(path))
 
 
 def _drawn(path: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -114,8 +114,6 @@ def init(arch: Arch, seed: int, table: Table, mesh: Mesh, dtype: torch.dtype = t
     )
 
 
-def abstract(arch: Arch, dtype: torch.dtype = torch.float32) -> Params:
-    """Return a tree of the model's shapes that holds no numbers (device ``meta``)."""
-    return tree.unflatten(
-        {path: torch.empty(shape, dtype=dtype, device="meta") for path, shape in shapes(arch).items()}
-    )
+def abstract(sizes: Shapes, dtype: torch.dtype = torch.float32) -> Params:
+    """Return a tree of these shapes that holds no numbers (device ``meta``)."""
+    return tree.unflatten({path: torch.empty(shape, dtype=dtype, device="meta") for path, shape in sizes.items()})

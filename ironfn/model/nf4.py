@@ -24,6 +24,9 @@ BLOCK, GROUP = 64, 256
 SUFFIX = "_nf4"
 """What the branch that stands for a matrix is called, after its name."""
 
+NAMES = ("codes", "absmax", "scale", "mean")
+"""The leaves of that branch."""
+
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -118,7 +121,7 @@ class Nf4:
 
 def held(path: str, parts: Params, mesh: Mesh) -> Nf4:
     """Return this rank's part of the matrix of that path, from the leaves of its branch."""
-    codes, absmax, scale, mean = (tree.leaf(parts, name) for name in ("codes", "absmax", "scale", "mean"))
+    codes, absmax, scale, mean = (tree.leaf(parts, name) for name in NAMES)
     index, size = mesh.tp.index, mesh.tp.size
     if _ACROSS.search(path):
         return Nf4(codes, absmax, scale, mean, (0, index * absmax.shape[1]), absmax.shape[1] * size)

@@ -92,14 +92,15 @@ class Virtual:
                 done[name] = self(node, f"{prefix}{name}/", batch)
             elif name in (PROMPT, KEYS, VALUES):
                 place = batch["position"].to(node.device)
-                place = share(place, self.mesh) if name == PROMPT else place
-                done[name] = Weight(partial(_put, leaf(params, name), place), (node.shape[1],))  # pyright: ignore[reportArgumentType]
+                done[name] = Weight(partial(_put, leaf(params, name), place, self.mesh), (node.shape[1],))  # pyright: ignore[reportArgumentType]
             else:
                 done[name] = node
         return done
 
 
-def _put(table: Tensor, place_BT: Tensor, x: Tensor) -> Tensor:
-    """Return x [B, T, ...] with row p of the table where the position is p."""
+def _put(table: Tensor, place_BT: Tensor, mesh: Mesh, x: Tensor) -> Tensor:
+    """Return x [B, T, ...] with row p of the table where the position is p; x has all positions, or a rank's share."""
+    if x.shape[1] != place_BT.shape[1]:
+        place_BT = share(place_BT, mesh)
     chosen = F.embedding(place_BT.clamp(max=len(table) - 1), table).view_as(x)
     return torch.where((place_BT < len(table)).view(*place_BT.shape, *(1,) * (x.dim() - 2)), chosen, x)

@@ -12,6 +12,7 @@ import attrs
 
 from ironfn.spec.check_experts import experts
 from ironfn.spec.check_model import model_faults
+from ironfn.spec.check_teaching import teaching
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import Path, show
 
@@ -93,6 +94,10 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "data.length": _at_least(1),
         "data.temperature": ABOVE_ZERO,
         "data.workers": _at_least(1),
+        "adapter.rank": _at_least(1),
+        "adapter.alpha": ABOVE_ZERO,
+        "adapter.dropout": BELOW_ONE,
+        "adapter.tokens": _at_least(1),
         "optim.lr": ABOVE_ZERO,
         "optim.clip": ABOVE_ZERO,
         "optim.schedule.warmup": NOT_NEGATIVE,
@@ -142,7 +147,7 @@ def check(spec: RunSpec, ranks: int | None) -> list[Found]:
     alone = list(_ranges(spec))
     bad = {paths[0] for paths, _ in alone}
     together: list[Found] = []
-    for rule in (_model, experts, _data, _optim, _mesh, _train):
+    for rule in (_model, experts, _data, teaching, _optim, _mesh, _train):
         try:
             together += rule(spec)
         except ArithmeticError:  # a zero that the ranges already refuse
@@ -184,9 +189,11 @@ def _regexes(section: Path, regexes: Iterable[tuple[str | int, str]]) -> Iterato
 def _model(spec: RunSpec) -> Iterator[Found]:
     model = spec.model
     yield from model_faults(model)
-    trained = spec.data.tokenizer.vocab_size if spec.data.tokenizer.file is None else 0
+    trains = spec.data.tokenizer.file is None and spec.data.form == "documents"
+    trained = spec.data.tokenizer.vocab_size if trains else 0
     if model.vocab_size is not None and model.vocab_size < trained:
         what = f"{model.vocab_size} ids are too few for the tokenizer's {trained} (data.tokenizer.vocab_size)"
+        what += "" if model.init_from is None else f"; name the tokenizer of {model.init_from} in data.tokenizer.file"
         yield (("model", "vocab_size"), ("data", "tokenizer", "vocab_size")), what
     if spec.data.length > model.context:
         what = f"rows of {spec.data.length} tokens are longer than the model's context of {model.context}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any, cast, get_origin
 
@@ -27,11 +27,18 @@ MAX_HINTS = 40
 """Guessing what a key was meant to be takes time; a file with more faults than this is not a spec."""
 
 
-def load_spec(files: Sequence[File], overrides: Sequence[str], presets: Presets, ranks: int | None = None) -> RunSpec:
+def load_spec(
+    files: Sequence[File],
+    overrides: Sequence[str],
+    presets: Presets,
+    ranks: int | None = None,
+    origin: Callable[[str], Section] = lambda source: {},
+) -> RunSpec:
     """Return the spec that the files describe, each overriding those before it, and the overrides all of them.
 
     overrides: ``optim.lr=1e-4``, the value in YAML. presets: family name -> the fields of ``model`` that it sets where
-    the files do not. ranks: how many processes the mesh has to fill; None leaves that open.
+    the files do not. ranks: how many processes the mesh has to fill; None leaves that open. origin:
+    ``model.init_from`` -> the fields of the model there, which count where the files set none; ValueError is a fault.
     Raise `SpecError` with every fault of every file, each with its place and a remedy.
     """
     faults: list[Fault] = []
@@ -42,6 +49,7 @@ def load_spec(files: Sequence[File], overrides: Sequence[str], presets: Presets,
         faults += _misfits(source, fields, strict)
     merged = functools.reduce(overlay, sources)
     data = merged.plain()
+    faults += _fill_origin(data, merged, origin)
     faults += _fill_preset(data, merged, presets)
     spec, wrongs = _settle(data, fields, strict)
     faults += [Fault(_place(merged, w.path), _dotted(w.path), w.what) for w in wrongs if w.kind == "missing"]
@@ -121,6 +129,29 @@ def _misfits(source: Node, fields: Mapping[Path, Any], strict: Converter) -> lis
     return faults
 
 
+def _fill_origin(data: Any, merged: Node, origin: Callable[[str], Section]) -> list[Fault]:
+    """Put what the model that a run begins from is beneath what the files say of the model."""
+    model = data.get("model")
+    source = model.get("init_from") if isinstance(model, dict) else None
+    if not isinstance(source, str):
+        return []
+    try:
+        data["model"] = _beneath(origin(source), cast("dict[str, Any]", model))
+    except ValueError as error:
+        return [Fault(_place(merged, ("model", "init_from")), "model.init_from", str(error))]
+    return []
+
+
+def _beneath(values: Section, model: dict[str, Any]) -> dict[str, Any]:
+    """Lay what is given over other values, and the sections in it over theirs."""
+    done = {**values, **model}
+    for section, inner in values.items():
+        given = model.get(section)
+        if isinstance(inner, Mapping) and (given is None or isinstance(given, Mapping)):
+            done[section] = dict(cast(Section, inner)) | dict(cast(Section, given or {}))
+    return done
+
+
 def _fill_preset(data: Any, merged: Node, presets: Presets) -> list[Fault]:
     """Put the family's values beneath what the files say of the model."""
     model = data.get("model")
@@ -130,11 +161,7 @@ def _fill_preset(data: Any, merged: Node, presets: Presets) -> list[Fault]:
         return []
     name: Any = model.get("preset", ModelSpec().preset)
     if not isinstance(name, str) or name in presets:
-        data["model"] = {**presets.get(name, {}), **model}
-        for section, values in presets.get(name, {}).items():
-            given = model.get(section)
-            if isinstance(values, Mapping) and (given is None or isinstance(given, Mapping)):
-                data["model"][section] = dict(cast(Section, values)) | dict(cast(Section, given or {}))
+        data["model"] = _beneath(presets.get(name, {}), cast("dict[str, Any]", model))
         return []
     near = difflib.get_close_matches(name, presets, 3)
     what = (

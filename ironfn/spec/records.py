@@ -6,6 +6,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
+from ironfn.spec.adapter_records import AdapterSpec as AdapterSpec
 from ironfn.spec.model_records import ModelSpec as ModelSpec
 from ironfn.spec.model_records import MoeSpec as MoeSpec
 from ironfn.spec.model_records import RopeSpec as RopeSpec
@@ -71,6 +72,7 @@ class DataSpec:
     """Describe the text of a run and how rows are cut from it.
 
     dir: where ``ironfn prepare`` writes the tokenizer and the stores. length: tokens a row.
+    form: what the sources hold, ``documents`` to read on in or ``examples`` that teach, such as conversations.
     temperature: None mixes the sets by their weights, T by p proportional to tokens^(1/T).
     attend: whether a token sees only its own document or the whole row before it.
     bad_lines: whether a malformed line stops the preparation or is counted and passed over.
@@ -78,6 +80,7 @@ class DataSpec:
     """
 
     dir: str = "data"
+    form: Literal["documents", "examples"] = "documents"
     sets: dict[str, SetSpec] = field(factory=lambda: {"stdlib": SetSpec(sources=["stdlib:"])})
     tokenizer: TokenizerSpec = field(factory=TokenizerSpec)
     split: SplitSpec = field(factory=SplitSpec)
@@ -91,11 +94,12 @@ class DataSpec:
 
 @frozen
 class SftSpec:
-    """Describe how a model is taught by examples, such as conversations.
+    """Describe how a model is taught by examples: where ``data.form`` is ``examples``.
 
     fields: our name of a field -> what the rows call it. template: a chat template's name or file; None takes the
     model's own. train_on: all answers of a conversation, or its last. overlong: what becomes of a text that is longer
     than ``data.length``. rewritten: whether a template that writes earlier answers in another way gets a text for each.
+    prompts: whether ``report.prompts`` are asked as messages, where there is a template, or continued as they stand.
     """
 
     fields: dict[str, str] = field(factory=dict)
@@ -103,6 +107,7 @@ class SftSpec:
     train_on: Literal["all", "last"] = "all"
     overlong: Literal["truncate", "split", "drop"] = "truncate"
     rewritten: Literal["split", "refuse"] = "split"
+    prompts: Literal["chat", "text"] = "chat"
 
 
 @frozen
@@ -248,6 +253,8 @@ class RunSpec:
     out: str = "runs"
     model: ModelSpec = field(factory=ModelSpec)
     data: DataSpec = field(factory=DataSpec)
+    sft: SftSpec = field(factory=SftSpec)
+    adapter: AdapterSpec = field(factory=AdapterSpec)
     optim: OptimSpec = field(factory=OptimSpec)
     mesh: MeshSpec = field(factory=MeshSpec)
     train: TrainSpec = field(factory=TrainSpec)
