@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ironfn.generate.paged import in_place
 from ironfn.layout.table import shard
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
-from ironfn.model import prepared
+from ironfn.model import prepared, skinny
 from ironfn.model.init import init
 from ironfn.model.prepared import int8, packed, quantization_error, quantized
 from ironfn.model.tables import table
@@ -45,13 +46,14 @@ def rounded(w: Tensor, dim: int) -> Tensor:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_packed_model_is_transformers_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one row, a few, and many; small matrices and those that are held to be large."""
+    """For one row, a few, and many; small matrices and those that are held to be large; in as many parts as threads."""
     peer = PEERS[name]
     arch = peer.arch()
     model = peer.build(arch)
     tokens = torch.randint(0, arch.vocab, (3, 24))
-    for small in (0, prepared._SMALL):
-        monkeypatch.setattr(prepared, "_SMALL", small)
+    for small, threads in ((0, 1), (skinny._SMALL, 6)):
+        monkeypatch.setattr(skinny, "_SMALL", small)
+        monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
         params, ready = packed(peer.tree(model, arch), arch)
         with torch.no_grad():
             for part in (tokens, tokens[:1, :5], tokens[:1, :1]):
@@ -59,19 +61,22 @@ def test_a_packed_model_is_transformers_model(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "bloom", "qwen2-moe"])
-def test_a_model_in_8_bits_is_the_model_of_the_rounded_matrices(name: str) -> None:
+def test_a_model_in_8_bits_is_the_model_of_the_rounded_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", partial(int, 6))
     peer = PEERS[name]
     arch = peer.arch()
     whole = peer.tree(peer.build(arch), arch)
     params, ready = int8(whole, arch)
     tokens = torch.randint(0, arch.vocab, (3, 24))
     with torch.no_grad():
+        few = logits(params, {"tokens": tokens[:1, :3]}, ready, SINGLE)
         found = logits(params, {"tokens": tokens}, ready, SINGLE)
         expected = logits(seen_by_int8(whole, arch.tied), {"tokens": tokens}, ready, SINGLE)
         exact = logits(whole, {"tokens": tokens}, arch, SINGLE)
     off, off_by_bits = ((x - exact).square().mean().sqrt() for x in (found, expected))
     assert (found - expected).square().mean().sqrt() < 0.05 * off_by_bits, "activations round far less than weights"
     assert off < 1.02 * off_by_bits
+    torch.testing.assert_close(few, expected[:1, :3], rtol=1e-5, atol=1e-5)
 
 
 def test_the_error_of_8_bits_is_known() -> None:
@@ -109,11 +114,15 @@ def test_activations_keep_14_bits() -> None:
 
 
 def test_a_row_in_8_bits_does_not_depend_on_its_neighbours() -> None:
-    times, x, _ = a_product(33)
-    together = times(x)
-    for rows in (slice(0, 1), slice(4, 8), slice(10, 33)):
-        assert torch.equal(times(x[rows]), together[rows])
-    assert torch.equal(times(x.view(3, 11, -1)), together.view(3, 11, -1))
+    """But for how many there are: the activations of up to four rows are not rounded at all."""
+    times, x, exact = a_product(33)
+    for sizes in ((1, 2, 3, 4), (5, 12, 33)):
+        together = times(x[: sizes[-1]])
+        for size in sizes:
+            for start in range(0, sizes[-1] - size + 1, size):
+                assert torch.equal(times(x[start : start + size]), together[start : start + size])
+    torch.testing.assert_close(times(x[:4]).double(), exact[:4], rtol=1e-5, atol=1e-6)
+    assert torch.equal(times(x.view(3, 11, -1)), times(x).view(3, 11, -1))
 
 
 def test_what_is_no_number_stays_none_and_nothing_stays_nothing() -> None:
@@ -127,7 +136,7 @@ def test_what_is_no_number_stays_none_and_nothing_stays_nothing() -> None:
     assert torch.equal(found[3], torch.zeros(48))
 
 
-@pytest.mark.parametrize("make", [prepared._packed, prepared._int8])
+@pytest.mark.parametrize("make", [skinny.float32, prepared._int8])
 def test_no_row_has_no_result(make: Any) -> None:
     """A step of the engine may read prompts alone, and then it asks the head for nothing."""
     product = make(torch.randn(384, 768))
@@ -155,19 +164,19 @@ def test_the_tree_that_was_prepared_is_as_it_was(prepare: Any) -> None:
 
 
 def test_what_reads_the_same_rows_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_SMALL", 0)
+    monkeypatch.setattr(skinny, "_SMALL", 0)
     arch = peers.make_arch("llama", 31, kv_heads=2, layers=3)
     params, ready = packed(init(arch, 0, table(False), SINGLE), arch)
     calls: list[str] = []
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.extend(n for n in ("mm", "_linear_pointwise") if func.__name__.startswith(f"{n}."))
+            calls.extend(n for n in ("_embedding_bag", "_linear_pointwise") if func.__name__.startswith(n))
             return func(*args, **(kwargs or {}))
 
     with Products():
         in_passes(params, ready, Laid([[1, 2, 3]], [[0, 1, 2]], [0]), [[(0, 2)], [(0, 1)]], in_place)
-    assert calls == ["_linear_pointwise"] * 13 + ["mm"] * 13, "four a layer and the head: two rows, then one"
+    assert calls == ["_linear_pointwise"] * 13 + ["_embedding_bag"] * 13, "four a layer and the head"
 
 
 @pytest.mark.parametrize("prepare", [packed, int8])
@@ -190,9 +199,9 @@ def test_a_rank_prepares_its_part(prepare: Any) -> None:
 @pytest.mark.parametrize("make", [packed, int8], ids=["packed", "int8"])
 def test_few_numbers_of_rows_reach_a_kernel(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps what it compiles for each: 1,000 lengths of prompts would cost gigabytes."""
-    monkeypatch.setattr(prepared, "_SMALL", 0)
+    monkeypatch.setattr(skinny, "_SMALL", 0)
     w = torch.randn(16, 24)
-    times = prepared._packed(w) if make is packed else prepared._int8(w)
+    times = skinny.float32(w) if make is packed else prepared._int8(w)
     seen: set[int] = set()
 
     class Watch(TorchDispatchMode):

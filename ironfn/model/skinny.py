@@ -1,0 +1,131 @@
+"""Multiply few rows by a large matrix, which is what decoding does all the time. There is no derivative of these.
+
+One row reads every number once, and is done when memory has given them. No BLAS of torch's comes near that; its sum of
+weighted rows of a table does: with the matrix as the table and the row's numbers as weights it is the same product, its
+kernel (fbgemm's `EmbeddingSpMDM`) fetches ahead, and widens 8 bits as it reads (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional as F
+
+from ironfn.model.weights import Times
+
+mkldnn: Any = torch.ops.mkldnn
+_bag_of_bytes: Any = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
+
+_SMALL = 1 << 18
+"""Numbers of a matrix below which a call of oneDNN costs what its layout saves, with caches that are always cold."""
+
+_FEW = 4
+"""Rows up to which bytes are widened for each: for more it is cheaper to cut the rows into bytes."""
+
+
+def suits(w: Tensor) -> bool:
+    """Tell whether the kernels of this module are there for w: on a CPU for which torch has fbgemm and oneDNN."""
+    engines = torch.backends.quantized.supported_engines
+    return w.device.type == "cpu" and "fbgemm" in engines and torch.backends.mkldnn.is_available()
+
+
+@frozen(eq=False)
+class _Bags:
+    """Say how the rows of a table [parts * in, out / parts] make a product: each part of the columns is a bag.
+
+    A matrix [in, out] is such a table as it lies. index: [rows, parts, in]; offsets: where each bag begins.
+    """
+
+    parts: int
+    index: Tensor
+    offsets: Tensor
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """Return rows [rows, in] as the weights of the bags."""
+        return rows[:, None].expand(-1, self.parts, -1).reshape(-1)
+
+
+def _bags(w: Tensor, rows: int) -> list[_Bags]:
+    """Return the bags for each number of rows up to ``rows``: a part of the columns for each thread."""
+    inputs, outputs = w.shape
+    parts = next(n for n in range(min(torch.get_num_threads(), outputs), 0, -1) if outputs % n == 0)
+    one = torch.arange(inputs * parts, dtype=torch.int32).view(inputs, parts).t()
+    return [
+        _Bags(parts, one.repeat(n, 1).flatten(), torch.arange(0, n * parts * inputs, max(inputs, 1), dtype=torch.int32))
+        for n in range(1, rows + 1)
+    ]
+
+
+def float32(w: Tensor) -> Times:
+    """Return the product with w [in, out]: bags for one row, for more oneDNN's blocked layout where w is large.
+
+    Then w is kept twice.
+    """
+    w = w.contiguous()
+    more = partial(torch.matmul, other=w)
+    if w.numel() >= _SMALL:
+        more = partial(_times_blocked, mkldnn._reorder_linear_weight(w.t().contiguous(), 32), w.shape[1])
+    (bags,) = _bags(w, 1)
+    return partial(_times_float32, w.view(-1, w.shape[1] // bags.parts), bags, more)
+
+
+def _times_float32(table: Tensor, bags: _Bags, more: Times, x: Tensor) -> Tensor:
+    if x.numel() != x.shape[-1]:
+        return more(x)
+    weights = bags.weights(x.view(1, -1))
+    out = torch.embedding_bag(table, bags.index, bags.offsets, False, 0, False, weights)[0]
+    return out.view(*x.shape[:-1], -1)
+
+
+def _times_blocked(blocked: Tensor, outputs: int, x: Tensor) -> Tensor:
+    rows = _filled(x.flatten(0, -2))
+    out = mkldnn._linear_pointwise.default(rows, blocked, None, "none", [], "")
+    return out[: x.shape[:-1].numel()].view(*x.shape[:-1], outputs)
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Add rows of zeros, so that only a few numbers of rows ever come up.
+
+    oneDNN compiles a kernel for each number and keeps a thousand of them, of more than half a megabyte each.
+    """
+    count = len(rows)
+    more = -count % (1 if count <= 8 else 8 if count <= 64 else 32)
+    return F.pad(rows, (0, 0, 0, more)) if more else rows
+
+
+def bytes_of(whole: Tensor, scale: Tensor) -> Times:
+    """Return the product with whole [in, out], int8, times scale [out]: bags for few rows, bytes by bytes for more."""
+    few = _bags(whole, _FEW)
+    # fbgemm's rows end with what each of their numbers is multiplied by and what is then added
+    table = (whole.to(torch.int16) + 128).to(torch.uint8).reshape(-1, whole.shape[1] // few[0].parts)
+    ends = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(table), -1)
+    columns = whole.t().contiguous().t()  # columns lie together: each is one sum
+    return partial(_times_bytes, torch.cat([table, ends], 1), few, columns, scale)
+
+
+def _times_bytes(table: Tensor, few: list[_Bags], whole: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2).float()
+    if 0 < len(rows) <= len(few):
+        bags = few[len(rows) - 1]
+        out = _bag_of_bytes(table, bags.index, bags.offsets, False, 0, False, bags.weights(rows)).view(len(rows), -1)
+    else:
+        out = _by_bytes(rows, whole)
+    return out.mul_(scale).view(*x.shape[:-1], len(scale)).to(x.dtype)
+
+
+def _by_bytes(rows: Tensor, whole: Tensor) -> Tensor:
+    """Multiply bytes with bytes: a row of x is 127 parts of its largest number, and 127 parts of one of those.
+
+    That is two rows of one product, which cost little more than one, and rounds less than bfloat16 would.
+    """
+    part = torch.linalg.vector_norm(rows, math.inf, -1, True).mul_(1 / 127)
+    parts = rows / part
+    both = _filled(torch.cat([parts, parts.frac().mul_(127)]).to(torch.int8))  # cuts off
+    sums = torch._int_mm(both, whole)
+    coarse, fine = (sums[: 2 * len(rows)].view(2, len(rows), whole.shape[1]) * part).unbind()
+    return coarse.add_(fine, alpha=1 / 127)
