@@ -16,10 +16,11 @@ from ironfn.data.conversation import Fault
 from ironfn.data.dataset import Dataset, eval_batches, rows_at
 from ironfn.data.lesson import Lesson
 from ironfn.data.opening import open_dataset
-from ironfn.data.pairs import PairStore
+from ironfn.data.pairs import PairStore, cut_pairs, lay_pairs
 from ironfn.data.preferences import Preference, parse_preference
 from ironfn.data.preparation import prepare
 from ironfn.data.readers import Row
+from ironfn.data.store import open_store
 from ironfn.data.supervise import Teaching
 from ironfn.data.templates import template_of
 from ironfn.data.tokenizer import load
@@ -149,7 +150,7 @@ def pairs_of(data: Dataset) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
             own = (row["segment"] == text) & (row["until"] == text)
             assert not row["weight"][held & ~own].any(), "only completions are asked for"
             ids = [*row["tokens"][held].tolist(), row["targets"][own][-1]]
-            np.testing.assert_array_equal(row["targets"][held], ids[1:])
+            np.testing.assert_array_equal(row["targets"][own], row["tokens"][own].tolist()[1:] + ids[-1:])
             size = int(own.sum())
             assert size == int(row["weight"][own].sum())
             found.setdefault(tuple(ids[:-size]), []).append(tuple(ids[-size:]))
@@ -259,3 +260,22 @@ def test_data_check_knows_preferences(tmp_path: Path) -> None:
     assert "faulty, equal texts: 1\n" in said
     assert "repeats of an earlier example: 1\n" in said
     assert f"longer than a row of 4: 2\n  {tmp_path}/a.jsonl:1: 5 places" in said
+
+
+def test_texts_that_are_scored_are_in_the_row_to_their_last_id(opened: Any, chat: Any, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "wq" * 10, "chosen": "zq", "rejected": "zqzqzqzq"},
+        {"prompt": "ab", "chosen": "c", "rejected": "d"},
+    ]
+    (laid,) = opened(rows).stores
+    assert isinstance(laid, PairStore)
+    store, end = open_store(laid.path, "likes/train"), chat[1].end
+    for length, kept in ((64, 20), (16, 4), (10, 1)):
+        data = cut_pairs(lay_pairs(store, laid.bits, length, "truncate", scored=True), np.arange(1))
+        prompt = ids_of(chat, "wq" * 10)[-kept:]
+        texts = {tuple(data["tokens"][0][(data["segment"][0] <= n) & (n <= data["until"][0])]) for n in (0, 1)}
+        full = (*ids_of(chat, "zqzqzqzq"), end)
+        assert texts == {(*prompt, *ids_of(chat, "zq"), end), (*prompt, *full[: length - kept - 3])}
+        ends = np.flatnonzero(data["weight"][0])
+        assert {int(data["tokens"][0][at]) for at in ends} == ({end} if length > 10 else {end, full[5]})
+        assert len(ends) == (4 if length == 64 else 2)

@@ -30,11 +30,13 @@ class Lesson:
     """Say how examples are read, and how a model is taught them.
 
     holds: what the rows are: examples, pairs of which one text is preferred, or completions judged one by one.
+    scored: whether texts are to be scored as a whole, see `pairs`.
     """
 
     spec: SftSpec
     teaching: Teaching
     holds: Literal["examples", "pairs", "judged"] = "examples"
+    scored: bool = False
 
     @property
     def parse(self) -> Parse:

@@ -45,7 +45,11 @@ def open_dataset(spec: DataSpec, split: str, lesson: Lesson | None = None) -> Da
             bits = _open(folder, f"{name}/{split}{TRAINED}", manifest)
             how = (spec.length, lesson.spec.overlong)
             paired = lesson.holds == "pairs"
-            stores[name] = lay(ids, bits, *how) if lesson.holds == "examples" else lay_pairs(ids, bits, *how, paired)
+            stores[name] = (
+                lay(ids, bits, *how)
+                if lesson.holds == "examples"
+                else lay_pairs(ids, bits, *how, paired=paired, scored=lesson.scored)
+            )
     vocabulary = load(path, spec.tokenizer.eos)
     if vocabulary.checksum != manifest["tokenizer_checksum"]:
         raise ValueError(f"{path} is not the tokenizer that the stores were made with; run `ironfn prepare` again")

@@ -15,6 +15,7 @@ from ironfn.hf.config import Family, family_of, read_spec
 from ironfn.hf.export import FILE_BYTES, Exportable, exportable, write_weights
 from ironfn.hf.families import FAMILIES
 from ironfn.hf.load import dtype_of, load_weights
+from ironfn.hf.scorers import SCORERS
 from ironfn.hf.tensors import Entry, find
 from ironfn.hf.untrusted import parse_json, read_inside, read_json
 from ironfn.hf.usage import CONFIG, GENERATION, PROCESSOR, TEMPLATE, TOKENIZER_CONFIG, ends
@@ -26,6 +27,7 @@ from ironfn.spec.records import ModelSpec
 from ironfn.types import Flat, Params
 
 TOKENIZER = "tokenizer.json"
+BOTH = (*FAMILIES, *SCORERS)
 CARRIED = (
     CONFIG, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, PROCESSOR,
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
@@ -71,7 +73,7 @@ def is_directory(path: Path) -> bool:
 def describe(path: Path) -> Described:
     """Read what a directory says of its model. ValueError for an unknown architecture or a config that cannot be."""
     config = read_json(path, CONFIG)
-    family = family_of(config, FAMILIES)
+    family = family_of(config, BOTH)
     names = set(os.listdir(path))
     return Described(
         path,
@@ -130,7 +132,7 @@ def export_model(
     architecture of `transformers` can say this model.
     """
     before = parse_json(carried[CONFIG], CONFIG) if CONFIG in carried else {}
-    wanted = architecture or (family_of(before, FAMILIES).architecture if before else None)
+    wanted = architecture or (_alike(family_of(before, BOTH), arch) if before else None)
     biased = any(name.endswith("/router/bias") for name in leaves)
     out = exportable(arch, wanted, biased)
     if arch.moe is not None:
@@ -146,6 +148,12 @@ def export_model(
         for each, data in files.items():
             (aside / each).write_bytes(data)
     return out
+
+
+def _alike(family: Family, arch: Arch) -> str:
+    """Return the family's architecture that ends as this model does: in logits, or in a reward."""
+    ends = SCORERS if arch.score else FAMILIES
+    return next((f.architecture for f in ends if f.model_type == family.model_type), family.architecture)
 
 
 def _made(tokenizer: bytes | None, eos: int | None, arch: Arch) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from ironfn.hf.config import Family, read_spec, write_config
 from ironfn.hf.families import FAMILIES
 from ironfn.hf.links import PADDED, Link, links
 from ironfn.hf.rope import shortest
+from ironfn.hf.scorers import SCORERS
 from ironfn.hf.tensors import Planned, write
 from ironfn.model.arch import Arch, complete
 from ironfn.types import Flat
@@ -39,9 +40,10 @@ def exportable(arch: Arch, architecture: str | None, bias: bool = False) -> Expo
     bias: whether its routers have a bias on the choice. A family can say a model if its config, read again, describes
     the same mathematics. ValueError, with the fields that cannot be said, where none can.
     """
-    tried = [f for f in FAMILIES if architecture in (None, f.architecture)]
+    families = SCORERS if arch.score else FAMILIES
+    tried = [f for f in families if architecture in (None, f.architecture)]
     if not tried:
-        known = ", ".join(f.architecture for f in FAMILIES)
+        known = ", ".join(f.architecture for f in families)
         raise ValueError(f"there is no architecture {architecture!r}; known are {known}")
     faults: dict[str, list[str]] = {}
     hopeless: dict[str, list[str]] = {}

@@ -148,5 +148,5 @@ def _with_base(entries: Mapping[str, Entry], naming: Naming) -> dict[str, Entry]
 
 
 def head_name(naming: Naming) -> str:
-    """Return the name of the tensor that holds the head."""
-    return next(row.theirs for row in naming.top if row.ours == (HEAD,))
+    """Return the name of the tensor that holds the head; "" where none can."""
+    return next((row.theirs for row in naming.top if row.ours == (HEAD,)), "")

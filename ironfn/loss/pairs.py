@@ -92,7 +92,7 @@ def pair_loss(
         if objective.refers:
             metrics["kl"] = (chosen.ratio + rejected.ratio) / 2
         losses = objective.loss(chosen, rejected)
-        return _summed(losses, metrics, places, seen, batch, arch, mesh, penalties)
+        return summed(losses, metrics, places, seen, batch, arch, mesh, penalties)
 
     return loss
 
@@ -134,25 +134,30 @@ def unpaired_loss(
             "kl": baseline.expand_as(reward),
         }
         losses = objective.loss(own, is_liked, baseline)
-        return _summed(losses, metrics, places, seen, batch, arch, mesh, penalties)
+        return summed(losses, metrics, places, seen, batch, arch, mesh, penalties)
 
     return loss
+
+
+def check_pairs(places: Places, batch: Batch) -> None:
+    """Hold a batch to what `pair_loss` reads it as."""
+    segments = places.keys % batch["weight"].shape[1]
+    paired = torch.equal(places.keys[CHOSEN] + 1, places.keys[REJECTED]) and not (segments[CHOSEN] % 2).any()
+    assert paired, "every completion has its other, and both are asked for something"
 
 
 def _score(
     params: Params, batch: Batch, mesh: Mesh, arch: Arch, how: Forward, reference: Reference, chunk: int | None
 ) -> tuple[Places, Scored, Seen]:
     places = asked_places(batch)
-    segments = places.keys % batch["weight"].shape[1]
-    paired = torch.equal(places.keys[CHOSEN] + 1, places.keys[REJECTED]) and not (segments[CHOSEN] % 2).any()
-    assert paired, "every completion has its other, and both are asked for something"
+    check_pairs(places, batch)
     log_probs, seen = place_log_probs(params, batch, arch, mesh, how, places, chunk)
     told = reference(params, batch, mesh, places)
     sizes = torch.tensor(places.sizes, dtype=log_probs.dtype, device=log_probs.device)
     return places, Scored(places.sums(log_probs), places.sums(told.to(log_probs.dtype)), sizes), seen
 
 
-def _summed(
+def summed(
     losses: Tensor,
     metrics: dict[str, Tensor],
     places: Places,
@@ -162,6 +167,7 @@ def _summed(
     mesh: Mesh,
     penalties: bool,
 ) -> LossSum:
+    """Return the losses and metrics [pairs] as sums, with the routers' losses if they have a part in it."""
     total, weight = losses.sum(), losses.new_tensor(len(losses))
     sums = {name: value.detach().sum() for name, value in metrics.items()}
     if arch.moe is None or not seen or not penalties:

@@ -56,6 +56,7 @@ class Arch:
     head_bias: bool = False
     logit_softcap: float | None = None
     tied: bool
+    score: bool = False
     dropout: float
     init_std: float
     moe: MoeSpec | None = None

@@ -19,7 +19,7 @@ def matmul_parameters(arch: Arch) -> int:
     Of a mixture's experts only as many count as a token chooses. The input embedding is looked up, not multiplied;
     norms and biases are no matrices.
     """
-    active = arch.rows * arch.width
+    active = arch.width if arch.score else arch.rows * arch.width
     for path, shape in shapes(arch).items():
         if "/experts/" in path:
             assert arch.moe is not None

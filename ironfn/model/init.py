@@ -26,6 +26,8 @@ def shapes(arch: Arch) -> Shapes:
     for layer in range(arch.layers):
         found |= {f"blocks/{layer}/{path}": shape for path, shape in _block(arch, layer).items()}
     found |= _norm(arch, "norm")
+    if arch.score:
+        return found | {"score/w": (arch.width, 1)}
     if not arch.tied:
         found["head/w"] = (arch.rows, arch.width)
     return found | ({"head/b": (arch.rows,)} if arch.head_bias else {})

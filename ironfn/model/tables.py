@@ -52,7 +52,7 @@ def table(sequence_parallel: bool) -> Table:
         (r"blocks/\d+/mlp/experts/(w_gate|w_up)", Placement((("ep", 0), ("tp", 2)))),
         (r"blocks/\d+/mlp/experts/w_down", Placement((("ep", 0), ("tp", 1)))),
         (r"blocks/\d+/mlp/router/(w|bias)", between),
-        (r"embed/prompt", between),
+        (r"embed/prompt|score/w", between),
         *_ADAPTERS,
         (r"embed/(positions|norm/(scale|bias))", between),
         (r"blocks/\d+/(attn/bo|mlp/b_down)", between),

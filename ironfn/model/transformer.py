@@ -217,8 +217,11 @@ def head_weight(params: Params, arch: Arch, how: Forward = DEFAULT) -> Tensor:
     """Return the matrix [V, D] that turns hidden states into logits: the embedding itself where it is tied.
 
     It is in the parameters' dtype: the head's float32 accumulation is its caller's choice. The head's adapter is in it,
-    that of a tied embedding is not. A `weights.Weight` comes as it is: it stands for [D, V].
+    that of a tied embedding is not. A `weights.Weight` comes as it is: it stands for [D, V]. ValueError for a model
+    that ends in a reward.
     """
+    if arch.score:
+        raise ValueError("the model ends in a reward (model.score) and predicts no token; take one that has a head")
     path = "embed/tokens" if arch.tied else "head/w"
     if not arch.tied and isinstance(weight := branch(params, "head").get("w"), Weight):
         return cast("Tensor", weight)

@@ -26,7 +26,7 @@ LABELS = ("muon", "muon_no_decay", "adamw", "adamw_no_decay")
 Shapes = Mapping[str, Sequence[int]]
 """From a leaf's path to its shape."""
 
-_NEVER_MUON = re.compile(r"(^|[/._])(embed\w*|wte|wpe|head|\w*_head|shared_gate|lora\w*|\w*_lora)([/._]|$)")
+_NEVER_MUON = re.compile(r"(^|[/._])(embed\w*|wte|wpe|head|score|\w*_head|shared_gate|lora\w*|\w*_lora)([/._]|$)")
 """Matrices that are no map between hidden states: tables of embeddings, output heads, one column, low-rank factors."""
 
 _STACK = re.compile(r"(^|/)experts/[^/]+$")

@@ -88,6 +88,7 @@ class ModelSpec:
     is 1 / sqrt(head_dim). attention_softcap, logit_softcap: c of c tanh(x / c) on scores and logits.
     attention_clip: the most that a number of q, k and v may be, either way.
     embed_scale: the embeddings are multiplied by sqrt(width). embed_norm: and have a norm of their own.
+    score: the model ends in one number for each place, a reward, and has no logits.
     init_from: the run, checkpoint or Hugging Face directory that holds the first weights; None draws them.
     """
 
@@ -128,6 +129,7 @@ class ModelSpec:
     head_bias: bool = False
     logit_softcap: float | None = None
     tied: bool = True
+    score: bool = False
     dropout: float = 0.0
     init_std: float = 0.02
     init_from: str | None = None
