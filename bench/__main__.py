@@ -15,6 +15,7 @@ PARTS = MappingProxyType(
         "mesh": ("states", "saving", "ledger", "experts", "reduction", "law"),
         "interop": ("interop", "evals"),
         "generate": ("decoding", "batching", "serving"),
+        "sft": ("finetuning",),
     }
 )
 """The modules whose figures make a part, the quick ones first."""
