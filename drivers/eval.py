@@ -65,6 +65,8 @@ def command(
     _check_outputs(files, [path for path in (out, items) if path is not None])
     tasks = [(file, *_read(file, limit, seed, delimiter)) for file in files]  # a fault is told before a model is read
     trained = open_model(model, lambda line: click.echo(line, err=True))
+    if trained.vectors:
+        raise ValueError(f"{model} has trained vectors before its texts, which are not measured; use `ironfn export`")
     subject = _subject(trained, _begin(trained, begin))
     results: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []

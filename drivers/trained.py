@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from tokenizers import Tokenizer
 
 from ironfn import tree
@@ -18,16 +18,18 @@ from ironfn.hf.gguf_load import load_weights, open_gguf
 from ironfn.hf.gguf_tokenizer import tokenizer_of
 from ironfn.hf.usage import ends, specials
 from ironfn.mesh.axis import SINGLE
+from ironfn.model.adapters import adapting
 from ironfn.model.arch import Arch, complete
 from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.tables import table
 from ironfn.types import Params
 
-from .adapted import open_whole
+from .adapted import found_base, merged, opened_base
 from .build import forward, pick_device
 from .gguf import carried, end_of
 from .imported import kept, vocabulary_of
 from .rundir import RunDir
+from .saved import open_saved
 from .wording import Wording
 
 
@@ -36,7 +38,8 @@ class Trained:
     """Hold a trained model, ready to be used.
 
     version: what tells its parameters from others. files: the small files that it came with, by name, if it came from
-    elsewhere. prompts: what its run's spec asks it now and then.
+    elsewhere. prompts: what its run's spec asks it now and then. vectors: how many of a trained prompt or prefix stand
+    before every text.
     """
 
     params: Params
@@ -46,6 +49,7 @@ class Trained:
     version: str
     files: Mapping[str, bytes] = field(factory=dict, repr=False)
     prompts: tuple[str, ...] = ()
+    vectors: int = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -118,18 +122,25 @@ def open_model(
 
 
 def _of_run(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:
-    saved = open_whole(path, say)
+    saved, vectors = open_saved(path, say), 0
+    how = forward(saved.spec.train.precision) if dtype is None else DEFAULT
+    if (adapter := saved.spec.adapter).kind in ("prompt", "prefix"):
+        how, vectors = evolve(how, adapt=adapting(adapter)), adapter.tokens
+        saved = evolve(saved, fixed=opened_base(saved, found_base(saved)))
+    elif adapter.kind != "none":
+        saved = merged(saved, say)
     if saved.tokenizer is None:
         raise ValueError(f"{path} has no {TOKENIZER}; put the one that the model was trained with there")
     params = tree.map(lambda leaf: leaf.to(device, dtype or leaf.dtype), tree.merge(saved.params, saved.fixed))
     return Trained(
         params,
         saved.arch,
-        DEFAULT if dtype is not None else forward(saved.spec.train.precision),
+        how,
         load(saved.tokenizer, saved.spec.data.tokenizer.eos),
         version=str(saved.path),
         files=kept(RunDir(saved.path.parent.parent)),
         prompts=tuple(saved.spec.report.prompts),
+        vectors=vectors,
     )
 
 

@@ -135,15 +135,13 @@ class Watch:
         requests: list[Request] = []
         for number, prompt in enumerate(spec.report.prompts):
             ids = job.question(self.tokenizer, prompt)[-max(length // 2, 1) :]
-            limit, before = min(spec.report.sample_tokens, length + 1 - len(ids)), (0,) * job.vectors
+            limit = min(spec.report.sample_tokens, length + 1 - len(ids))
             sampling = Sampling(0.8, top_k=50, seed=spec.train.seed)
             requests.append(
-                Request(
-                    key=number, prompt=(*before, *ids), limit=limit, sampling=sampling, stop=job.ends, stream=(number,)
-                )
+                Request(key=number, prompt=tuple(ids), limit=limit, sampling=sampling, stop=job.ends, stream=(number,))
             )
         new: dict[Hashable, list[int]] = {request.key: [] for request in requests}
-        model = engine.Generator(params=state.model, arch=job.arch, how=job.how, mesh=job.mesh)
+        model = engine.Generator(params=state.model, arch=job.arch, how=job.how, mesh=job.mesh, before=job.vectors)
         for event in complete(model, requests):
             if isinstance(event, Token):
                 new[event.key].append(event.id)

@@ -50,12 +50,15 @@ def engine_of(
     longest: tokens of the longest text, where that is known. ValueError for a cache that holds nothing.
     """
     limits = limits or Limits()
-    generator = Generator(params=model.params, arch=model.arch, how=model.how, version=model.version)
+    generator = Generator(
+        params=model.params, arch=model.arch, how=model.how, version=model.version, before=model.vectors
+    )
     dtype = model.how.compute or leaf(branch(model.params, "embed"), "tokens").dtype
     if cache_gb is not None:
         blocks = blocks_within(int(cache_gb * 1e9), model.arch, SIZE, generator.mesh, dtype)
     else:
-        one = -(-min(model.arch.context, longest or model.arch.context) // SIZE) + 1
+        longest = model.arch.context if longest is None else longest + model.vectors
+        one = -(-min(model.arch.context, longest) // SIZE) + 1
         blocks = min(limits.rows * one, max(one, CACHE // (SIZE * token_bytes(model.arch, generator.mesh, dtype))))
     return start(generator, blocks, size=SIZE, limits=limits)
 

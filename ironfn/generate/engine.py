@@ -35,7 +35,8 @@ class Generator:
     """Hold a model as generation sees it.
 
     version: names these parameters: blocks of another version are never read. mesh: where ``params`` is a rank's part;
-    every rank goes through the same requests, and takes the choices of rank 0.
+    every rank goes through the same requests, and takes the choices of rank 0. before: trained vectors that stand
+    before every text (`model.virtual`): as many places of it.
     """
 
     params: Params
@@ -43,6 +44,7 @@ class Generator:
     how: Forward = DEFAULT
     mesh: Mesh = SINGLE
     version: Hashable = 0
+    before: int = 0
 
 
 @frozen(eq=False)
@@ -75,8 +77,12 @@ def submit(engine: Engine, request: Request) -> Engine:
     arch = engine.generator.arch
     if not all(0 <= i < arch.vocab for i in request.prompt):
         raise ValueError(f"the prompt holds ids outside the model's vocabulary of {arch.vocab}; use its own tokenizer")
-    if len(request.prompt) > arch.context:
-        raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit the model's context of {arch.context}")
+    before = engine.generator.before
+    if len(request.prompt) + before > arch.context:
+        longest = f"{arch.context}" if not before else f"{arch.context}, of which {before} places are taken"
+        raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit the model's context of {longest}")
+    if before:
+        request = evolve(request, prompt=(0,) * before + tuple(request.prompt))
     return evolve(engine, queue=queues.submit(engine.queue, request))
 
 
@@ -99,7 +105,7 @@ def advance(engine: Engine) -> tuple[Engine, tuple[Event, ...]]:
     complete = [row for row, count in zip(work.rows, work.counts, strict=True) if row.left == count]
     asks = [
         Ask(row.request.sampling, (*row.request.stream, row.number + more), len(row.ids) - len(row.request.prompt),
-            row.ids if row.request.sampling.repetition_penalty != 1 else ())
+            row.ids[generator.before :] if row.request.sampling.repetition_penalty != 1 else ())
         for row in complete for more in range(row.forks + 1)
     ]  # fmt: skip
     logits = _logits(generator, pool, work, queue.blocks.size)
@@ -124,7 +130,8 @@ def complete(
     requests, limits = list(requests), limits or Limits()
     if not requests:
         return
-    longest = sorted(min(len(r.prompt) + r.limit, generator.arch.context) for r in requests for _ in range(r.n))
+    sizes = [generator.before + len(r.prompt) + r.limit for r in requests for _ in range(r.n)]
+    longest = sorted(min(size, generator.arch.context) for size in sizes)
     blocks = sum(-(-length // size) for length in longest[-limits.rows :])
     engine = start(generator, blocks, size=size, limits=limits)
     for request in requests:

@@ -39,8 +39,8 @@ def _adapter(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
         except re.error as error:
             yield (("adapter", "targets", place),), f"{show(pattern)} is not a regular expression: {error}"
     if adapter.kind != "lora":
-        for name in ("dropout", "rslora", "dora"):
-            if getattr(adapter, name):
+        for name in ("dropout", "rslora", "dora", "base"):
+            if getattr(adapter, name) not in (0.0, "none"):
                 yield (("adapter", name), _KIND), f"is for lora alone, and adapter.kind is {adapter.kind}; leave it out"
         length = spec.data.length + adapter.tokens
         if spec.model.positions == "learned" and length > spec.model.context:
