@@ -28,14 +28,13 @@ def groups(spec: RunSpec) -> None:
     One line for the leaves that differ only in their layer. Override with patterns, the first match wins:
     -s 'optim.groups={"attn/wk": adamw}'.
     """
-    import torch
-
     from ironfn.model.arch import complete
-    from ironfn.model.init import shapes
     from ironfn.optim.presets import groups_table
 
+    from .places import trained_shapes
+
     arch = complete(spec.model, spec.model.vocab_size or spec.data.tokenizer.vocab_size)
-    rows = groups_table(spec.optim, shapes(arch), getattr(torch, spec.train.precision.params))
+    rows = groups_table(spec.optim, *trained_shapes(spec, arch))
     click.echo(_text(rows))
     if spec.model.vocab_size is None:
         click.echo(f"(for a vocabulary of {arch.vocab:,}; a prepared tokenizer may have fewer)", err=True)

@@ -17,7 +17,7 @@ from ironfn.layout.zero import share_updates
 from ironfn.mesh.axis import Mesh
 from ironfn.model.adapters import adapter_shapes, frozen_paths
 from ironfn.model.arch import Arch
-from ironfn.model.init import abstract, shapes
+from ironfn.model.init import Shapes, abstract, shapes
 from ironfn.model.tables import table
 from ironfn.optim.optimizer import Optimizer
 from ironfn.optim.presets import make_optimizer, whole_work
@@ -42,11 +42,8 @@ class Places:
 
 def places(spec: RunSpec, arch: Arch, mesh: Mesh) -> Places:
     """Return the layout that ``spec.mesh`` asks for. ValueError as `labels_of`, and as `adapters.targets`."""
-    sizes, fixed = shapes(arch), router_bias(arch)
-    trained, dtype = sizes, getattr(torch, spec.train.precision.params)
-    if spec.adapter.kind != "none":
-        trained, dtype = adapter_shapes(spec.adapter, arch), torch.float32
-    everything = sizes | trained
+    (trained, dtype), fixed = trained_shapes(spec, arch), router_bias(arch)
+    everything = shapes(arch) | trained
     paths = [*frozen_paths(spec.adapter, arch), *trained, *tree.flatten(fixed)]
     params = by_path(table(spec.mesh.sequence_parallel), paths)
     if spec.mesh.fsdp:
@@ -54,7 +51,14 @@ def places(spec: RunSpec, arch: Arch, mesh: Mesh) -> Places:
     updates = share_updates(params, trained, mesh, whole_work(spec.optim, trained)) if spec.mesh.zero1 else None
     bucket, whole = spec.mesh.bucket_mb << 20, abstract(trained, dtype)
     optimizer = make_optimizer(spec.optim, whole, table=params, mesh=mesh, updates=updates, bucket_bytes=bucket)
-    extra: Params = {"fixed": fixed} if fixed and trained is sizes else {}
+    extra: Params = {"fixed": fixed} if fixed and spec.adapter.kind == "none" else {}
     # Of the whole state: this rank's own has no leaf of the updates that others make.
     state = State(0, whole, make_optimizer(spec.optim, whole).init(whole), extra=extra)
     return Places(params, updates, optimizer, layout_of(state, params, updates))
+
+
+def trained_shapes(spec: RunSpec, arch: Arch) -> tuple[Shapes, torch.dtype]:
+    """Return the shape of every leaf that is trained, and their dtype: of the model, or of what is beside it."""
+    if spec.adapter.kind == "none":
+        return shapes(arch), getattr(torch, spec.train.precision.params)
+    return adapter_shapes(spec.adapter, arch), torch.float32

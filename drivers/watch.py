@@ -19,7 +19,6 @@ from ironfn.generate import engine
 from ironfn.generate.engine import Request, Token, complete
 from ironfn.generate.sampling import Sampling
 from ironfn.mesh.axis import Mesh
-from ironfn.model.adapters import adapter_shapes
 from ironfn.model.counting import flops_per_token, parameters
 from ironfn.report.evaluation import bits_per_byte, evaluate, target_bytes
 from ironfn.report.meter import Meter, peak_memory
@@ -29,6 +28,7 @@ from ironfn.types import Batch
 
 from .build import Job
 from .console import Console
+from .places import trained_shapes
 from .rundir import RunDir
 from .trackers import Trackers, open_trackers
 
@@ -208,7 +208,7 @@ def watching(job: Job, place: RunDir, console: Console, state: State, seconds: f
 
 
 def _trained(job: Job) -> int:
-    return sum(math.prod(shape) for shape in adapter_shapes(job.spec.adapter, job.arch).values())
+    return sum(math.prod(shape) for shape in trained_shapes(job.spec, job.arch)[0].values())
 
 
 def _packing(job: Job) -> Iterator[str]:

@@ -298,3 +298,9 @@ def test_rows_are_shown_as_the_model_is_taught_them() -> None:
     told = done("data", "inspect", spec_file("shown"), "--rows", 2)
     assert "tokens trained" in told
     assert "{{" in told
+
+
+def test_the_optimizer_has_what_is_beside_the_model() -> None:
+    told = done("optim", "groups", spec_file("grouped"), *(word for each in LORA for word in ("-s", each)))
+    assert "blocks/*/attn/wq_lora/a" in told
+    assert "embed/tokens" not in told
