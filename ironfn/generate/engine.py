@@ -23,7 +23,7 @@ from ironfn.generate.sampling import Ask, Drawn, draw, top_log_probs
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
-from ironfn.model.rope import regime
+from ironfn.model.rope import regime, tabled
 from ironfn.model.transformer import hidden, scored
 from ironfn.types import Batch, Params
 
@@ -69,7 +69,9 @@ def start(generator: Generator, blocks: int, *, size: int = 16, limits: Limits |
     leaf = tree.leaves(generator.params)[0]
     dtype = generator.how.compute or leaf.dtype
     pool = make_pool(arch, blocks, size, mesh, dtype, leaf.device)
-    return Engine(evolve(generator, arch=arch, mesh=mesh), pool, Queue(no_blocks(blocks, size)), limits or Limits())
+    how = evolve(generator.how, angles=tabled(arch, min(blocks * size, arch.context), leaf.device))
+    generator = evolve(generator, arch=arch, mesh=mesh, how=how)
+    return Engine(generator, pool, Queue(no_blocks(blocks, size)), limits or Limits())
 
 
 def submit(engine: Engine, request: Request) -> Engine:
@@ -164,7 +166,7 @@ def _logits(generator: Generator, pool: Pool, work: Work, size: int) -> Tensor:
         at += count
         if row.left == count:
             ends.append(at - 1)
-    last = x if len(ends) == len(x) else x[torch.tensor(ends, dtype=torch.long, device=device)]
+    last = x if len(ends) == x.shape[0] else x[torch.tensor(ends, dtype=torch.long, device=device)]
     logits = scored(last, generator.params, generator.arch, generator.mesh, how)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

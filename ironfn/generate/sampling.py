@@ -74,21 +74,29 @@ def draw(logits: Tensor, asks: Sequence[Ask]) -> Drawn:
     choice and log-probability are the same in any company. ValueError for logits that are no distribution.
     """
     assert len(logits) == len(asks)
+    log_probs = _tempered(logits, asks).log_softmax(-1)
+    if all(ask.sampling.temperature == 0 and ask.sampling.repetition_penalty == 1 for ask in asks):
+        best = logits.argmax(-1)
+        ids, told = best.tolist(), log_probs.gather(1, best[:, None])[:, 0].tolist()
+        _refuse([not math.isfinite(x) for x in told])  # what is no number is its row's largest
+        return Drawn(ids, told)
     scores = _penalised(logits, asks)
-    bad = ~scores.amax(-1).isfinite()
-    if bad.any():
-        raise ValueError(
-            f"the logits of row {int(bad.nonzero()[0])} hold NaN or infinity, or rule every token out: check the "
-            "weights, or compute in bfloat16 or float32 where float16 overflows"
-        )
+    _refuse((~scores.amax(-1).isfinite()).tolist())
     chosen: dict[int, int] = {}
     if greedy := [r for r, ask in enumerate(asks) if ask.sampling.temperature == 0]:
         chosen |= zip(greedy, _rows(scores, greedy).argmax(-1).tolist(), strict=True)
     if by_chance := [r for r, ask in enumerate(asks) if ask.sampling.temperature > 0]:
         chosen |= zip(by_chance, _by_chance(_rows(scores, by_chance), [asks[r] for r in by_chance]), strict=True)
     ids = [chosen[r] for r in range(len(asks))]
-    log_probs = _tempered(logits, asks).log_softmax(-1)
     return Drawn(ids, log_probs.gather(1, _column(ids, logits, torch.int64))[:, 0].tolist())
+
+
+def _refuse(bad: list[bool]) -> None:
+    if any(bad):
+        raise ValueError(
+            f"the logits of row {bad.index(True)} hold NaN or infinity, or rule every token out: check the "
+            "weights, or compute in bfloat16 or float32 where float16 overflows"
+        )
 
 
 def top_log_probs(logits: Tensor, count: int, asks: Sequence[Ask]) -> list[tuple[tuple[int, float], ...]]:

@@ -16,6 +16,7 @@ from ironfn.mesh.pairs import LENGTH
 from ironfn.model.attention import Attention, Dropout, by_span
 from ironfn.model.experts import Choice, grouped
 from ironfn.model.fused import Activation
+from ironfn.model.rope import Turning, angles
 from ironfn.model.weights import Weight
 from ironfn.types import Batch, Params
 
@@ -46,6 +47,7 @@ class Forward:
     experts: how tokens go through their experts; `experts.written_out` is the form for `torch.func`.
     adapt: (leaves of a block, the path before theirs, the batch) -> the leaves as the block calls them, after `fetch`;
     `adapters.Adapting` puts what is trained beside a frozen matrix here.
+    angles: how rotary angles come to be; `rope.tabled` looks them up.
     """
 
     compute: torch.dtype | None = None
@@ -57,6 +59,7 @@ class Forward:
     jitter: int | None = None
     experts: Callable[[Tensor, Choice, Params, Activation, Axis], Tensor] = grouped
     adapt: Callable[[Params, str, Batch], Params] = unadapted
+    angles: Turning = angles
 
 
 DEFAULT = Forward()

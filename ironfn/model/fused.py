@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ironfn.model.matmul import plain, product, weight_grad
-from ironfn.model.modes import call, forward_ad_is_on, underived
+from ironfn.model.modes import call, forward_ad_is_on
 from ironfn.model.norms import Normed, normed
 from ironfn.model.weights import Weight
 
@@ -100,10 +100,12 @@ class _Linears(torch.autograd.Function):
 def linears(x: Normed, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return x w for every w, as `linear` does. Keeps the source of x once for all."""
     if any(isinstance(w, Weight) for w in weights):
-        return tuple(
-            w.reads(x) if isinstance(w, Weight) and w.reads is not None else linear(x.value, w) for w in weights
-        )
+        return tuple(_read(x, w) for w in weights)
     return call(_Linears, x.value, len(weights), *weights, *(x.source if x.remake is normed else ()))
+
+
+def _read(x: Normed, w: Tensor) -> Tensor:
+    return w.reads(x) if isinstance(w, Weight) and w.reads is not None else linear(x.value, w)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -241,9 +243,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    other = torch.cat([x[..., half:], x[..., :half]], -1).to(torch.promote_types(x.dtype, cos.dtype))
-    other = other.mul_(sin)
+    other = torch.roll(x, x.shape[-1] // 2, -1).to(torch.promote_types(x.dtype, cos.dtype)).mul_(sin)
     # in place, which vmap cannot: a third tensor would leave a hole between those that are kept
     return (other.addcmul_(x, cos) if plain(other) else torch.addcmul(other, x, cos)).to(x.dtype)
 
@@ -255,14 +255,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The transpose is the turn back.
     """
     return call(_Rotate, x, cos, sin)
-
-
-def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn q and k by the same angles, at once where nobody asks for a derivative: calls are what that costs."""
-    if not underived():
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-    q, k = _turn(torch.cat([q, k], 2), cos, sin).split_with_sizes((q.shape[2], k.shape[2]), 2)
-    return q, k
 
 
 class _Lookup(torch.autograd.Function):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,17 +18,14 @@ from ironfn.model.weights import Weight
 from ironfn.tree import leaf
 from ironfn.types import Params
 
-_ACTIVATIONS = (
-    ("swiglu", fused.SILU),
-    ("geglu", fused.GELU_TANH),
-    ("gelu", fused.GELU),
-    ("gelu_tanh", fused.GELU_TANH),
+_ACTIVATIONS: Mapping[str, fused.Activation] = MappingProxyType(
+    {"swiglu": fused.SILU, "geglu": fused.GELU_TANH, "gelu": fused.GELU, "gelu_tanh": fused.GELU_TANH}
 )
 
 
 def activation(arch: Arch) -> fused.Activation:
     """Return the activation of the feed-forwards: of the gate, where there is one."""
-    return dict(_ACTIVATIONS)[arch.mlp]
+    return _ACTIVATIONS[arch.mlp]
 
 
 def maybe(p: Params, name: str) -> Tensor | None:

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from ironfn.model import skinny
 from ironfn.model.arch import Arch
+from ironfn.model.norms import fixed_rms_norm
 from ironfn.model.weights import Times, Weight
 from ironfn.tree import branch, leaf
 from ironfn.types import Params
 
 _TOGETHER = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("wo",), ("w_up",), ("w_down",))
 """The leaves of a block that become one matrix: their products are of the same rows."""
+_BIASES = ("bq", "bk", "bv")
 
 
 def packed(params: Params, arch: Arch) -> tuple[Params, Arch]:
@@ -58,7 +60,7 @@ def quantization_error(w: Tensor) -> float:
 
 
 def _prepared(params: Params, arch: Arch, make: Callable[[Tensor], Times]) -> tuple[Params, Arch]:
-    done = _with_weights(params, make)
+    done = _with_norms(_with_weights(params, make), arch)
     table = leaf(branch(params, "embed"), "tokens") if arch.tied else leaf(branch(params, "head"), "w")
     head = Weight(make(table.t()), (len(table),))
     done["head"] = (branch(done, "head") if "head" in done else {}) | {"w": head}  # pyright: ignore[reportArgumentType]
@@ -75,6 +77,22 @@ def _with_weights(node: Params, make: Callable[[Tensor], Times]) -> Params:
             for name in names:
                 del done[name]
             done["+".join(names)] = Weight(make(torch.cat(found, 1)), tuple(w.shape[1] for w in found))
+    biases = [done.pop(name) for name in _BIASES if name in done and "wq+wk+wv" in done]
+    return done | ({"+".join(_BIASES): torch.cat(biases)} if biases else {})
+
+
+def _with_norms(node: Params, arch: Arch) -> Params:
+    """Return the tree with the norms of the residual stream ready to be called."""
+    done: Params = {}
+    for name, child in node.items():
+        if not isinstance(child, dict):
+            done[name] = child
+        elif "scale" in child and arch.norm == "rms" and name not in ("q_norm", "k_norm"):
+            scale = leaf(child, "scale")
+            norm = fixed_rms_norm(scale + 1 if arch.norm_offset else scale, arch.norm_eps)
+            done[name] = {"scale": Weight(norm, (len(scale),))}  # pyright: ignore[reportArgumentType]
+        else:
+            done[name] = _with_norms(child, arch)
     return done
 
 

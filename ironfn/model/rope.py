@@ -6,7 +6,7 @@ Legend of shapes: B rows (1 where all are alike), T length, R the numbers of a h
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,44 @@ def angles(
     angle = torch.cat([-angle, angle], -1)[:, :, None]  # cos is even, sin is odd
     cos, sin = angle.cos(), angle.sin()
     return (cos, sin) if stretch == 1.0 else (cos * stretch, sin * stretch)
+
+
+class Turning(Protocol):
+    """Give `angles`, or what is as good."""
+
+    def __call__(
+        self,
+        position_BT: Tensor,
+        segment_BT: Tensor | None,
+        arch: Arch,
+        *,
+        local: bool = False,
+        lengths_BT: Tensor | None = None,
+    ) -> Angles:
+        """Return the rotary angles of these positions."""
+        ...
+
+
+def tabled(arch: Arch, count: int, device: torch.device) -> Turning:
+    """Return `angles` that are looked up for places below ``count``, if they depend on nothing but the place."""
+    if arch.positions != "rotary" or arch.rope.kind in ("dynamic", "longrope"):
+        return angles
+    places = torch.arange(count, device=device)[None]
+    far, near = (torch.cat(angles(places, None, arch, local=local), -1)[0, :, 0] for local in (False, True))
+
+    def looked_up(
+        position_BT: Tensor,
+        segment_BT: Tensor | None,
+        arch: Arch,
+        *,
+        local: bool = False,
+        lengths_BT: Tensor | None = None,
+    ) -> Angles:
+        both = torch.embedding(near if local else far, position_BT)[:, :, None]
+        cos, sin = both.chunk(2, -1)
+        return cos, sin
+
+    return looked_up
 
 
 def _original(arch: Arch) -> int:

@@ -24,7 +24,7 @@ from ironfn.model.forward import DEFAULT, Forward, ready, share
 from ironfn.model.mlp import feed_forward, maybe, plus, products
 from ironfn.model.moe import Seen, joined, mixture
 from ironfn.model.norms import Normed, layer_norm, rms_norm
-from ironfn.model.rope import Angles, angles
+from ironfn.model.rope import Angles
 from ironfn.model.routing import check_given
 from ironfn.model.shared import sharing
 from ironfn.model.weights import Weight
@@ -36,10 +36,12 @@ Mix: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _norm(x: Tensor, p: Params, arch: Arch) -> Normed:
-    scale, bias = leaf(p, "scale"), maybe(p, "bias")
+    scale = leaf(p, "scale")
+    if isinstance(scale, Weight):
+        return Normed(scale.times(x))
     if arch.norm == "rms":
         return rms_norm(x, _offset(scale, arch), arch.norm_eps)
-    return layer_norm(x, scale, bias, arch.norm_eps)
+    return layer_norm(x, scale, maybe(p, "bias"), arch.norm_eps)
 
 
 def _entered(x: Normed, mesh: Mesh) -> Normed:
@@ -68,30 +70,46 @@ def _norm_heads(x_BTHC: Tensor, scale: Tensor, arch: Arch, mesh: Mesh) -> Tensor
 
 
 def _attention(x_BTD: Normed, p: Params, arch: Arch, mesh: Mesh, attend: Mix, angles: Angles | None) -> Tensor:
-    q, k, v = (
-        plus(x, maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
-        for name, x in zip("qkv", products(x_BTD, p, "wq", "wk", "wv"), strict=True)
-    )
+    sides, v = _projected(x_BTD, p, arch)
     if arch.qk_norm != "none":
-        q, k = (_norm_heads(x, leaf(branch(p, f"{n}_norm"), "scale"), arch, mesh) for n, x in (("q", q), ("k", k)))
+        names = ("q_norm", "k_norm")
+        sides = [_norm_heads(x, leaf(branch(p, n), "scale"), arch, mesh) for n, x in zip(names, sides, strict=True)]
     if arch.attention_clip is not None:
-        q, k, v = (x.clamp(-arch.attention_clip, arch.attention_clip) for x in (q, k, v))
+        *sides, v = (x.clamp(-arch.attention_clip, arch.attention_clip) for x in (*sides, v))
     if angles is not None:
-        q, k = _rotated(q, k, angles)
+        sides = [_rotated(x, angles) for x in sides]
+    q, k = sides if len(sides) == 2 else sides[0].tensor_split((sides[0].shape[2] - v.shape[2],), 2)
     keys, values = p.get("prefix_k"), p.get("prefix_v")
     if isinstance(keys, Weight) and isinstance(values, Weight):
         k, v = keys.times(k), values.times(v)
     return fused.linear(attend(q, k, v).flatten(2), leaf(p, "wo"))
 
 
-def _rotated(q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+def _projected(x_BTD: Normed, p: Params, arch: Arch) -> tuple[list[Tensor], Tensor]:
+    """Return queries and keys, and values. Where one product makes them all, queries and keys stay together."""
+    joint = p.get("wq+wk+wv")
+    if isinstance(joint, Weight):
+        x_BTHC = plus(joint.times(x_BTD.value), maybe(p, "bq+bk+bv")).unflatten(-1, (-1, arch.head_dim))
+        *sides, v = x_BTHC.split_with_sizes([size // arch.head_dim for size in _together(joint.sizes, arch)], 2)
+        return sides, v
+    q, k, v = (
+        plus(x, maybe(p, f"b{name}")).unflatten(-1, (-1, arch.head_dim))
+        for name, x in zip("qkv", products(x_BTD, p, "wq", "wk", "wv"), strict=True)
+    )
+    return [q, k], v
+
+
+def _together(sizes: tuple[int, ...], arch: Arch) -> tuple[int, ...]:
+    q, k, v = sizes
+    return (q + k, v) if arch.qk_norm == "none" else sizes
+
+
+def _rotated(x: Tensor, angles: Angles) -> Tensor:
     """Turn the first numbers of each head: all of them, unless there are fewer angles."""
     turned = angles[0].shape[-1]
-    if turned == q.shape[-1]:
-        return fused.rotate_both(q, k, *angles)
-    first = fused.rotate_both(q[..., :turned], k[..., :turned], *angles)
-    q, k = (torch.cat([part, x[..., turned:]], -1) for part, x in zip(first, (q, k), strict=True))
-    return q, k
+    if turned == x.shape[-1]:
+        return fused.rotate(x, *angles)
+    return torch.cat([fused.rotate(x[..., :turned], *angles), x[..., turned:]], -1)
 
 
 def _embed(params: Params, tokens_BT: Tensor, position_BT: Tensor, arch: Arch, mesh: Mesh) -> Tensor:
@@ -188,9 +206,9 @@ def hidden(params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward = 
     attention = sharing(batch["until"], how.attention) if "until" in batch else how.attention
     attend, far, near = attention(segment), None, None
     if arch.positions == "rotary":
-        far = near = angles(position, segment, arch, lengths_BT=batch.get("lengths"))
+        far = near = how.angles(position, segment, arch, lengths_BT=batch.get("lengths"))
         if arch.rope_local_theta is not None:
-            near = angles(position, segment, arch, local=True)
+            near = how.angles(position, segment, arch, local=True)
     # Under FSDP the whole table must not outlive its use.
     x = _embed(ready({"embed": params["embed"]}, how, batch), tokens, position.expand_as(tokens), arch, mesh)
     first = mesh.tp.index * x.shape[1] if mesh.sequence_parallel else 0
