@@ -7,6 +7,7 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from ironfn import tree
@@ -15,15 +16,19 @@ from ironfn.grad.value_and_grad import value_and_grad
 from ironfn.layout.fsdp import fetch, shard_table
 from ironfn.layout.reduce import reduce_grads
 from ironfn.layout.table import by_path, shard, shard_leaf, unshard
+from ironfn.loss.cross_entropy import pieces_of
 from ironfn.loss.lm import lm_loss
+from ironfn.loss.log_probs import asked_places, place_log_probs
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model import nf4
-from ironfn.model.adapters import Adapting, adapter_shapes, first_adapter, frozen_base, merge
+from ironfn.model.adapters import Adapting, adapter_shapes, first_adapter, frozen_base, frozen_paths, merge
 from ironfn.model.arch import Arch
 from ironfn.model.forward import Forward
+from ironfn.model.init import shapes
 from ironfn.model.tables import table
-from ironfn.model.transformer import logits
+from ironfn.model.transformer import head_weight, logits
+from ironfn.model.weights import Weight
 from ironfn.spec.adapter_records import AdapterSpec
 from ironfn.types import Batch, Params
 from property_tests.strategies import batch_of, params_of
@@ -121,14 +126,57 @@ def test_tables_may_be_in_nf4_too() -> None:
     assert tree.nbytes(held) < 0.14 * tree.nbytes(base)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "capped"])
+def test_a_head_in_nf4_is_read_by_pieces(tied: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nf4, "_PIECE", 24)  # 64 rows are two whole pieces and a part
+    arch, base, _, batch = made(tied=tied)
+    arch, spec = evolve(arch, logit_softcap=softcap), AdapterSpec(kind="lora", rank=4, base="nf4_all")
+    held = frozen_base(spec, base, table(False))
+    assert sorted(tree.flatten(held)) == sorted(p for p in frozen_paths(spec, arch) if p not in spec_matrices(arch))
+    adapter = first_adapter(spec, arch, held, 0, table(False))
+    adapter = tree.map(lambda x: x + 0.01 * torch.randn_like(x), adapter)
+    how, dense = Forward(adapt=Adapting(spec)), opened(arch, held)
+    w = head_weight(held, arch, how)
+    assert isinstance(w, Weight)
+    assert [len(part) for part in pieces_of(w, torch.float32)] == [24, 24, 16]
+    batch["weight"][:, ::3] = 0.0
+    vg = value_and_grad(lm_loss(arch, how, chunk=5))
+    (mine, grads), (theirs, expected) = vg(adapter, batch, SINGLE, held), vg(adapter, batch, SINGLE, dense)
+    torch.testing.assert_close(mine.total, theirs.total, rtol=1e-6, atol=0)
+    for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    whole = tree.merge(adapter, dense)
+    torch.testing.assert_close(
+        logits(tree.merge(adapter, held), batch, arch, SINGLE, how), logits(whole, batch, arch, SINGLE, how)
+    )
+    places = asked_places(batch | {"segment": torch.zeros_like(batch["tokens"])})
+    found, same = (
+        place_log_probs(params, batch, arch, SINGLE, how, places)[0] for params in (tree.merge(adapter, held), whole)
+    )
+    torch.testing.assert_close(found, same)
+
+
+def spec_matrices(arch: Arch) -> set[str]:
+    """Return the matrices that are kept in 4 bits and nowhere else."""
+    return {path for path in shapes(arch) if path in ("embed/tokens", "head/w") or path.split("/")[-1].startswith("w")}
+
+
+def test_the_base_takes_an_eighth_with_its_tables() -> None:
+    _, base, held, _ = made(tied=False)
+    spec = AdapterSpec(kind="lora", base="nf4_all")
+    assert tree.nbytes(frozen_base(spec, base, table(False))) <= 0.14 * tree.nbytes(base) < tree.nbytes(held)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [{"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2, "sequence_parallel": True}],
     ids=["tp", "fsdp", "tp, fsdp, sequence parallel"],
 )
 def test_it_is_the_same_on_every_mesh(sizes: dict[str, Any]) -> None:
-    arch, base, held, batch = made(tied=False)
-    layout, spec = table(False), SPEC
+    arch, base, _, batch = made(tied=False)
+    layout, spec = table(False), evolve(SPEC, base="nf4_all")
+    held = frozen_base(spec, base, layout)
     adapter = tree.map(lambda x: x + 0.01 * torch.randn_like(x), first_adapter(spec, arch, held, 0, layout))
     alone, expected = value_and_grad(lm_loss(arch, Forward(adapt=Adapting(spec))))(adapter, batch, SINGLE, held)
 

@@ -8,6 +8,7 @@ Positions of weight 0 are not computed at all.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,16 +17,51 @@ from torch.autograd import forward_ad
 
 from ironfn.mesh.axis import Axis
 from ironfn.model.matmul import plain, product
+from ironfn.model.weights import Weight
+
+
+def scores(x: Tensor, w: Tensor | Weight) -> Tensor:
+    """Return x wᵀ [N, V]; of a head in another form a piece of its rows is there at a time."""
+    if isinstance(w, Tensor):
+        return product(x, w.t())
+    out, at = x.new_empty(len(x), w.sizes[0]), 0
+    for part in pieces_of(w, x.dtype):
+        out[:, at : at + len(part)] = product(x, part.t())
+        at += len(part)
+    return out
+
+
+def pieces_of(w: Weight, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Return the rows of a frozen head, some at a time."""
+    assert w.pieces is not None, "a head can be had by its rows"
+    return w.pieces(dtype)
+
+
+def _sum_of_rows(grad: Tensor, w: Tensor | Weight) -> Tensor:
+    """Return grad w [N, D] likewise."""
+    if isinstance(w, Tensor):
+        return product(grad, w)
+    total, at = None, 0
+    for part in pieces_of(w, grad.dtype):
+        share = product(grad[:, at : at + len(part)], part)
+        total, at = share if total is None else total.add_(share), at + len(part)
+    assert total is not None, "a vocabulary has rows"
+    return total
+
+
+def rows_of(w: Tensor | Weight) -> int:
+    """Return how many rows of the vocabulary a head has."""
+    return len(w) if isinstance(w, Tensor) else w.sizes[0]
 
 
 def logits_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, first: int, vocab: int, cap: float | None
+    x: Tensor, weight: Tensor | Weight, bias: Tensor | None, first: int, vocab: int, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return float32 (or better) logits of this rank's rows of the vocabulary; rows beyond ``vocab`` get -inf.
 
     With a cap c the logits are c tanh(logit / c) (Gemma 2, arXiv 2408.00118), and the tanh is returned as well.
     """
-    logits = product(x, weight.t())
+    logits = scores(x, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if bias is not None:
         logits += bias
@@ -33,7 +69,7 @@ def logits_of(
     if cap is not None:
         tanh = logits.div_(cap).tanh_()
         logits = tanh * cap
-    if first + weight.shape[0] > vocab:
+    if first + rows_of(weight) > vocab:
         logits[:, max(0, vocab - first) :] = -math.inf
     return logits, tanh
 
@@ -57,7 +93,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         x: Tensor,
-        w: Tensor,
+        w: Tensor | Weight,
         b: Tensor | None,
         targets: Tensor,
         weight: Tensor,
@@ -67,12 +103,13 @@ class CrossEntropy(torch.autograd.Function):
         chunk: int,
         *need: bool,
     ) -> tuple[Tensor, ...]:
-        first = axis.index * w.shape[0]
+        rows = rows_of(w)
+        first = axis.index * rows
         x_grad, w_grad, b_grad = (
-            torch.zeros_like(t) if t is not None and wanted else x.new_empty(0)
+            torch.zeros_like(t) if isinstance(t, Tensor) and wanted else x.new_empty(0)
             for t, wanted in zip((x, w, b), need, strict=True)
         )
-        w_used = w.to(x.dtype)
+        w_used = w.to(x.dtype) if isinstance(w, Tensor) else w
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         trained = weight.nonzero()[:, 0]
         whole = len(trained) == len(weight)
@@ -80,8 +117,8 @@ class CrossEntropy(torch.autograd.Function):
             place: Any = slice(start, start + chunk) if whole else trained[start : start + chunk]
             x_part, share = x[place], weight[place].to(total.dtype)
             local = targets[place] - first
-            mine = (local >= 0) & (local < w.shape[0])
-            local = local.clamp(0, w.shape[0] - 1)
+            mine = (local >= 0) & (local < rows)
+            local = local.clamp(0, rows - 1)
             grad, tanh = logits_of(x_part, w_used, b, first, vocab, cap)
             log_p, sums = log_softmax_at(grad, local, mine, axis)
             total -= (log_p * share).sum()
@@ -95,7 +132,7 @@ class CrossEntropy(torch.autograd.Function):
                 b_grad += grad.sum(0)
             grad = grad.to(x.dtype)
             if need[0]:
-                x_grad[place] = product(grad, w_used)
+                x_grad[place] = _sum_of_rows(grad, w_used)
             if need[1]:
                 _add_product(w_grad, grad, x_part)
             del grad, tanh  # or the next chunk's logits would stand beside them
@@ -143,16 +180,16 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         total += grad.t() @ x
 
 
-def wanted(x: Tensor | None) -> bool:
+def wanted(x: Tensor | Weight | None) -> bool:
     """Tell whether somebody differentiates by ``x``, backward or forward."""
-    if x is None or not torch.is_grad_enabled():
+    if not isinstance(x, Tensor) or not torch.is_grad_enabled():
         return False
     return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def cross_entropy(
     x: Tensor,
-    w: Tensor,
+    w: Tensor | Weight,
     targets: Tensor,
     weight: Tensor,
     axis: Axis,
@@ -165,11 +202,12 @@ def cross_entropy(
     """Return the weighted sum of -log softmax(x wᵀ + bias)[target] as a 0-d float32 tensor (float64 for float64).
 
     x [..., width] hidden states, whole on every rank of ``axis``; w [rows, width] and bias [rows], this rank's rows of
-    the head; targets and weight [...]. Ids at ``vocab`` and above are padding of the table and have no probability.
+    the head (a `Weight` where they are frozen and had by pieces); targets and weight [...]. Ids at ``vocab`` and above
+    are padding of the table and have no probability.
     softcap: c of c tanh(logit / c), applied before the softmax.
     chunk: positions whose logits exist at one time; by default as many as make 32 MiB of them in float32.
     """
-    chunk = chunk or max(64, (1 << 23) // w.shape[0])
+    chunk = chunk or max(64, (1 << 23) // rows_of(w))
     flat = (x.flatten(0, -2), w, bias, targets.flatten(), weight.flatten())
     need = (wanted(x), wanted(w), wanted(bias))
     return CrossEntropy.apply(*flat, axis, vocab, softcap, chunk, *need)[0]  # pyright: ignore[reportOptionalSubscript]

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ironfn.loss.cross_entropy import CrossEntropy, log_softmax_at, logits_of, wanted
+from ironfn.loss.cross_entropy import CrossEntropy, log_softmax_at, logits_of, pieces_of, wanted
 from ironfn.mesh.axis import Axis, Mesh
 from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
@@ -22,6 +22,7 @@ from ironfn.model.matmul import plain
 from ironfn.model.modes import forward_ad_is_on
 from ironfn.model.moe import Seen
 from ironfn.model.transformer import head_bias, head_weight, hidden
+from ironfn.model.weights import Weight
 from ironfn.types import Batch, Params
 
 
@@ -57,7 +58,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def token_log_probs(
     x: Tensor,
-    w: Tensor,
+    w: Tensor | Weight,
     targets: Tensor,
     axis: Axis,
     *,
@@ -68,8 +69,11 @@ def token_log_probs(
 ) -> Tensor:
     """Return log softmax(x wᵀ + bias)[target] of each target, float32 [N] (float64 for float64).
 
-    x [N, width] and targets [N]; the rest as `cross_entropy` has it. Under `torch.func` all logits are held.
+    x [N, width] and targets [N]; the rest as `cross_entropy` has it, but a head that is had by pieces is there whole.
+    Under `torch.func` all logits are held.
     """
+    if isinstance(w, Weight):
+        w = torch.cat(list(pieces_of(w, x.dtype)))
     chunk = chunk or max(64, (1 << 23) // w.shape[0])
     if not (plain(x) and plain(w)) or forward_ad_is_on():
         assert axis.size == 1, "torch.func sees one process"

@@ -117,24 +117,28 @@ def first_adapter(
 
 
 def frozen_base(spec: AdapterSpec, params: Params, layout: Table, mesh: Mesh = SINGLE) -> Params:
-    """Return this rank's part of a model as it is frozen: the blocks' matrices in NF4 where the spec says so.
+    """Return this rank's part of a model as it is frozen: in NF4 what the spec says.
 
-    Experts, routers and tables stay as they are, as with bitsandbytes. Every rank calls this together. ValueError for
-    matrices that NF4 does not take.
+    Experts and routers stay as they are, as with bitsandbytes. Every rank calls this together. ValueError for matrices
+    that NF4 does not take.
     """
     if spec.base == "none":
         return params
-    return nf4.quantize(params, _in_4_bits, layout, mesh)
+    return nf4.quantize(params, partial(_in_4_bits, spec), layout, mesh)
 
 
 def frozen_paths(spec: AdapterSpec, arch: Arch) -> list[str]:
     """Return the path of every leaf of `frozen_base`, and of the model that it is made of."""
-    small = [path for path in shapes(arch) if spec.base != "none" and _in_4_bits(path)]
+    small = [path for path in shapes(arch) if _in_4_bits(spec, path)]
     return [*shapes(arch), *(f"{path}{nf4.SUFFIX}/{name}" for path in small for name in nf4.NAMES)]
 
 
-def _in_4_bits(path: str) -> bool:
-    return bool(_IN_BLOCK.fullmatch(path))
+def _in_4_bits(spec: AdapterSpec, path: str) -> bool:
+    return {
+        "none": False,
+        "nf4": bool(_IN_BLOCK.fullmatch(path)),
+        "nf4_all": bool(_IN_BLOCK.fullmatch(path)) or path in (EMBEDDING, HEAD),
+    }[spec.base]
 
 
 def _drawn(path: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -205,6 +209,8 @@ class Adapting:
         pair = factors if isinstance(factors, dict) else {}
         if path == EMBEDDING:
             return Weight(partial(self._rows, w, pair), (len(w.codes if isinstance(w, nf4.Nf4) else w),))
+        if path == HEAD and not pair and isinstance(w, nf4.Nf4):
+            return Weight(partial(fixed, w=w), (len(w.codes),), pieces=w.pieces)
         if path == HEAD or (isinstance(w, Tensor) and w.dim() > 2):
             return self._effective(path, w.rows(torch.float32) if isinstance(w, nf4.Nf4) else w, pair)
         out = w.codes.shape[0] if isinstance(w, nf4.Nf4) else w.shape[1]

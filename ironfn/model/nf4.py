@@ -8,7 +8,7 @@ float32, and each is 8 bits: 4 + 8/64 + 32/(64 256) = 4.127 bits a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,7 @@ from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.types import Flat, Params
 
 BLOCK, GROUP = 64, 256
+_PIECE = 4096  # outputs of a table that are there at one time
 SUFFIX = "_nf4"
 """What the branch that stands for a matrix is called, after its name."""
 
@@ -113,6 +114,11 @@ class Nf4:
         both = pairs.flatten().view(torch.float64).index_select(0, codes.flatten().int())
         numbers = both.view(torch.float32).view(*absmax.shape, BLOCK)
         return numbers.mul_(most.unsqueeze(-1)).flatten(1).to(dtype)
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the outputs as `rows` does, some at a time."""
+        for at in torch.arange(len(self.codes), device=self.codes.device).split(_PIECE):
+            yield self.rows(dtype, at)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [inputs, outputs]."""

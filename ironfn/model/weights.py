@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -19,8 +20,10 @@ class Weight:
     """Stand where a tree has a matrix, or several side by side. sizes: the columns of each.
 
     reads: the same product of a norm's result, of which it can keep the source; None where it keeps nothing.
+    pieces: of the frozen head alone: its rows [some, width] one after the other, never all at once.
     """
 
     times: Times
     sizes: tuple[int, ...]
     reads: Callable[[Normed], Tensor] | None = None
+    pieces: Callable[[torch.dtype], Iterator[Tensor]] | None = None

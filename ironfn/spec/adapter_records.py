@@ -16,7 +16,8 @@ class AdapterSpec:
     arXiv 2312.03732). dora: its columns keep a length of their own (Liu et al. 2024, arXiv 2402.09353).
     targets: path regexes (`re.search`), of ``blocks/<n>/attn/wq``, ``embed/tokens``, ``head/w`` …; ``all-linear`` is
     every matrix of attention and of the feed-forwards, but for experts and routers.
-    dropout: on what a and b read. base: ``nf4`` keeps the matrices of the blocks in 4 bits (QLoRA, arXiv 2305.14314).
+    dropout: on what a and b read. base: ``nf4`` keeps the matrices of the blocks in 4 bits (QLoRA, arXiv 2305.14314),
+    ``nf4_all`` those of the embedding and the head too.
     prefix: ``tokens`` trained keys and values in every block (Li & Liang 2021, arXiv 2101.00190). prompt: as many
     trained embeddings before every text (Lester et al. 2021, arXiv 2104.08691).
     """
@@ -28,7 +29,7 @@ class AdapterSpec:
     rslora: bool = False
     dora: bool = False
     targets: list[str] = field(factory=lambda: ["all-linear"])
-    base: Literal["none", "nf4"] = "none"
+    base: Literal["none", "nf4", "nf4_all"] = "none"
     tokens: int = 20
 
     @property
