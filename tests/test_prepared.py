@@ -69,14 +69,14 @@ def test_a_model_in_8_bits_is_the_model_of_the_rounded_matrices(name: str, monke
     params, ready = int8(whole, arch)
     tokens = torch.randint(0, arch.vocab, (3, 24))
     with torch.no_grad():
-        few = logits(params, {"tokens": tokens[:1, :3]}, ready, SINGLE)
+        few = logits(params, {"tokens": tokens[:1, :2]}, ready, SINGLE)
         found = logits(params, {"tokens": tokens}, ready, SINGLE)
         expected = logits(seen_by_int8(whole, arch.tied), {"tokens": tokens}, ready, SINGLE)
         exact = logits(whole, {"tokens": tokens}, arch, SINGLE)
     off, off_by_bits = ((x - exact).square().mean().sqrt() for x in (found, expected))
     assert (found - expected).square().mean().sqrt() < 0.05 * off_by_bits, "activations round far less than weights"
     assert off < 1.02 * off_by_bits
-    torch.testing.assert_close(few, expected[:1, :3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(few, expected[:1, :2], rtol=1e-5, atol=1e-5)
 
 
 def test_the_error_of_8_bits_is_known() -> None:
@@ -106,7 +106,7 @@ def a_product(rows: int) -> tuple[Any, Tensor, Tensor]:
     return int8(params, arch)[0]["blocks"]["0"]["attn"]["wo"].times, x, exact  # pyright: ignore
 
 
-def test_activations_keep_14_bits() -> None:
+def test_activations_keep_13_bits() -> None:
     times, x, exact = a_product(9)
     off = (times(x).double() - exact).norm(dim=1) / exact.norm(dim=1)
     low = (x.bfloat16().double() - x.double()).norm(dim=1) / x.norm(dim=1).double()
@@ -114,14 +114,14 @@ def test_activations_keep_14_bits() -> None:
 
 
 def test_a_row_in_8_bits_does_not_depend_on_its_neighbours() -> None:
-    """But for how many there are: the activations of up to four rows are not rounded at all."""
+    """But for how many there are: the activations of up to two rows are not rounded at all."""
     times, x, exact = a_product(33)
-    for sizes in ((1, 2, 3, 4), (5, 12, 33)):
+    for sizes in ((1, 2), (3, 12, 33)):
         together = times(x[: sizes[-1]])
         for size in sizes:
             for start in range(0, sizes[-1] - size + 1, size):
                 assert torch.equal(times(x[start : start + size]), together[start : start + size])
-    torch.testing.assert_close(times(x[:4]).double(), exact[:4], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(times(x[:2]).double(), exact[:2], rtol=1e-5, atol=1e-6)
     assert torch.equal(times(x.view(3, 11, -1)), times(x).view(3, 11, -1))
 
 
@@ -196,17 +196,16 @@ def test_a_rank_prepares_its_part(prepare: Any) -> None:
         torch.testing.assert_close(found, alone, **close)
 
 
-@pytest.mark.parametrize("make", [packed, int8], ids=["packed", "int8"])
-def test_few_numbers_of_rows_reach_a_kernel(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_numbers_of_rows_reach_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps what it compiles for each: 1,000 lengths of prompts would cost gigabytes."""
     monkeypatch.setattr(skinny, "_SMALL", 0)
     w = torch.randn(16, 24)
-    times = skinny.float32(w) if make is packed else prepared._int8(w)
+    times = skinny.float32(w)
     seen: set[int] = set()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "_linear_pointwise" in str(func) or "_int_mm" in str(func):
+            if "_linear_pointwise" in str(func):
                 seen.add(args[0].shape[0])
             return func(*args, **(kwargs or {}))
 
@@ -214,5 +213,13 @@ def test_few_numbers_of_rows_reach_a_kernel(make: Any, monkeypatch: pytest.Monke
         x = torch.randn(1, rows, 16)
         with Watch():
             found = times(x)
-        torch.testing.assert_close(found, x @ w, rtol=0.0, atol=1e-4 if make is packed else 0.5)
+        torch.testing.assert_close(found, x @ w, rtol=0.0, atol=1e-4)
     assert 20 < len(seen) < 60
+
+
+def test_bytes_add_up_exactly_where_they_are_largest() -> None:
+    """Pairs of products would overflow 16 bits, if the numbers of a row had all of their 8."""
+    w = torch.ones(1000, 8) * torch.tensor([1.0, -1.0]).repeat(4)
+    for sign in (1, -1):
+        found = prepared._int8(w)(sign * torch.ones(5, 1000))
+        torch.testing.assert_close(found, sign * 1000 * torch.tensor([1.0, -1.0]).repeat(5, 4))

@@ -36,8 +36,8 @@ def packed(params: Params, arch: Arch) -> tuple[Params, Arch]:
 def int8(params: Params, arch: Arch) -> tuple[Params, Arch]:
     """Return the model with its matrices in 8 bits, one scale an output column (`quantization_error` says how near).
 
-    Embeddings, norms, biases, routers and experts stay as they are, and so do the activations of up to four rows. Of
-    those of more, 14 bits are taken: no other row changes what a row becomes, only how many they are does, by 1e-4.
+    Embeddings, norms, biases, routers and experts stay as they are, and so do the activations of up to two rows. Of
+    those of more, 13 bits are taken: no other row changes what a row becomes, only how many they are does, by 1e-4.
     """
     return _prepared(params, arch, _int8)
 

@@ -7,6 +7,7 @@ kernel (fbgemm's `EmbeddingSpMDM`) fetches ahead, and widens 8 bits as it reads 
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.nn import functional as F
 from ironfn.model.weights import Times
 
 mkldnn: Any = torch.ops.mkldnn
-_bag_of_bytes: Any = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
+quantized: Any = torch.ops.quantized
 
 _SMALL = 1 << 18
 """Numbers of a matrix below which a call of oneDNN costs what its layout saves, with caches that are always cold."""
 
-_FEW = 4
+_FEW = 2
 """Rows up to which bytes are widened for each: for more it is cheaper to cut the rows into bytes."""
 
 
@@ -105,32 +106,44 @@ def bytes_of(whole: Tensor, scale: Tensor) -> Times:
     # fbgemm's rows end with what each of their numbers is multiplied by and what is then added
     table = (whole.to(torch.int16) + 128).to(torch.uint8).reshape(-1, whole.shape[1] // few[0].parts)
     ends = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(table), -1)
-    columns = whole.t().contiguous().t()  # columns lie together: each is one sum
-    return partial(_times_bytes, torch.cat([table, ends], 1), few, columns, scale)
+    return partial(_times_bytes, torch.cat([table, ends], 1), few, _by_fbgemm(whole, scale), scale)
 
 
-def _times_bytes(table: Tensor, few: list[_Bags], whole: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+def _by_fbgemm(whole: Tensor, scale: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # tensors of quantised numbers go, says torch; nothing else takes bytes to fbgemm
+        zeros = torch.zeros(len(scale), dtype=torch.int64)
+        turned = torch._make_per_channel_quantized_tensor(whole.t().contiguous(), scale.double(), zeros, 0)
+    return quantized.linear_prepack(turned, None)
+
+
+def _times_bytes(table: Tensor, few: list[_Bags], by_bytes: Any, scale: Tensor, x: Tensor) -> Tensor:
     *shape, inputs = x.shape
     rows = (x if x.dtype == torch.float32 else x.float()).reshape(-1, inputs)
     count = rows.shape[0]
     if 0 < count <= _FEW:
-        bags = few[count - 1]
-        out = _bag_of_bytes(table, bags.index, bags.offsets, False, 0, False, bags.weights(rows)).view(count, -1)
+        bags, no = few[count - 1], False
+        out = quantized.embedding_bag_byte_rowwise_offsets(
+            table, bags.index, bags.offsets, no, 0, no, bags.weights(rows)
+        )
+        out = out.view(*shape, scale.shape[0]).mul_(scale)
     else:
-        out = _by_bytes(rows, whole)
-    out = out.mul_(scale).view(*shape, scale.shape[0])
+        out = _of_two_bytes(rows, by_bytes).view(*shape, scale.shape[0])
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def _by_bytes(rows: Tensor, whole: Tensor) -> Tensor:
-    """Multiply bytes with bytes: a row of x is 127 parts of its largest number, and 127 parts of one of those.
+def _of_two_bytes(rows: Tensor, by_bytes: Any) -> Tensor:
+    """Multiply bytes with bytes: a row is 63 parts of its largest number, up or down, and 63 of half of one of those.
 
-    That is two rows of one product, which cost little more than one, and rounds less than bfloat16 would.
+    That is two rows of one product, which cost little more than one, and rounds less than bfloat16 would. More parts
+    would overflow the 16 bits in which processors without VNNI add up pairs.
     """
-    part = rows.abs().amax(-1, True).mul_(1 / 127)  # a norm takes four times as long
-    parts = rows / part
-    both = _filled(torch.cat([parts, parts.frac().mul_(127)]).to(torch.int8))  # cuts off
+    part = rows.abs().amax(-1, True).mul_(1 / 63)  # a norm takes four times as long
+    rest = rows / part
+    whole = rest.round()
+    both = torch.cat([whole, rest.sub_(whole).mul_(126)])
+    out = quantized.linear_with_input_q_dq_qweight_dq_output_fp32(both, 1.0, 64, by_bytes)
     count = rows.shape[0]
-    sums = torch._int_mm(both, whole)[: 2 * count]
-    coarse, fine = (sums.view(2, count, whole.shape[1]) * part).unbind()
-    return coarse.add_(fine, alpha=1 / 127)
+    return out[:count].add_(out[count:], alpha=1 / 126).mul_(part)
