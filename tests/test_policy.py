@@ -56,7 +56,8 @@ class Case:
             "share": torch.full_like(self.mask, float(self.mask.sum()) / TEXTS),
         }  # fmt: skip
         places = asked_places(batch)
-        out, _ = objective(*(x.flatten()[places.at] for x in (self.log_probs, self.entropy)), places, batch)
+        log_p, entropy = (x.flatten()[places.at] for x in (self.log_probs, self.entropy))
+        out, _ = objective(log_p, entropy, places, batch)
         return out.total / out.weight
 
     def theirs(self, loss_type: str, **settings: Any) -> Tensor:
@@ -193,6 +194,20 @@ def test_scores_are_those_of_the_logits_at_the_temperature(cap: float | None) ->
         grads.append(torch.autograd.grad((one * factors[0] + other * factors[1]).sum(), (x, w, b)))
     for mine, theirs in zip((*found, *grads[0]), (*expected, *grads[1]), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_the_temperature_is_in_the_log_probability() -> None:
+    w = torch.tensor([[2.0], [0.0]])
+    found, _ = token_scores(torch.ones(1, 1), w, torch.tensor([0]), SINGLE.tp, vocab=2, temperature=0.5)
+    assert float(found) == pytest.approx(-0.018150, abs=1e-6)
+
+
+OBJECTIVES = {
+    "sequence": Objective(clipped(0.1, 0.2, 3.0), "sequence", kl=("k3", 0.1), entropy=0.05),
+    "token": Objective(clipped(whole=True), "token", kl=("k1", 0.1)),
+    "constant": Objective(sapo(), "constant", 6, entropy=0.1),
+    "rollout": Objective(cispo(1.2), "rollout", kl=("k2", 0.1)),
+}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
