@@ -1,0 +1,185 @@
+"""Ask processes that may be killed: what grades in them may hang, crash or need too much, and the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import LifoQueue
+from typing import Any
+
+from attrs import frozen
+
+from ironfn.rewards.values import Failure, Result, result_of
+
+LONGEST = 1 << 20
+"""Bytes of an answer that are read before the process counts as one that babbles."""
+
+
+@frozen
+class Limits:
+    """Say what an answer may take: seconds, bytes of memory; and the seconds that a process may take to start."""
+
+    seconds: float = 5.0
+    memory: int = 1 << 31
+    start: float = 120.0
+
+    def __attrs_post_init__(self) -> None:
+        if not (self.seconds > 0 and self.start > 0 and self.memory > 0):
+            raise ValueError(f"{self.seconds} s, {self.memory} bytes: a reward's limits have to be above 0")
+
+
+class Worker:
+    """Keep one process of a module that calls `ironfn.rewards.serving.serve`; it starts when it is asked first."""
+
+    def __init__(self, module: str, settings: Mapping[str, Any], limits: Limits) -> None:
+        self._command = [sys.executable, "-P", "-m", module]
+        self._first = json.dumps({"settings": dict(settings), "seconds": limits.seconds, "memory": limits.memory})
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._read = b""
+
+    def ask(self, request: object) -> Result:
+        """Return what the process answers to a JSON value, or how it failed. It is killed where it is late."""
+        if self._process is None:
+            self._start()
+            said = self._line(self._first, self._limits.start)
+            if isinstance(said, Failure):
+                return Failure("crash" if said.kind == "crash" else "timeout", f"at its start: {said.what}")
+        said = self._line(json.dumps(request), self._limits.seconds)
+        return said if isinstance(said, Failure) else _result(said)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+        self._read = b""
+
+    def _start(self) -> None:
+        # A session of its own: Ctrl-C is for whoever started it, and what it starts dies with it.
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        self._end = weakref.finalize(self, _stop, self._process)
+
+    def _line(self, line: str, seconds: float) -> dict[str, Any] | Failure:
+        """Send a line and return the one that answers it; where none comes, the process is gone after this."""
+        assert self._process is not None
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(line.encode() + b"\n")
+            return json.loads(self._answer(time.monotonic() + seconds))
+        except TimeoutError:
+            failure = Failure("timeout", f"no answer within {seconds:g} s")
+        except (OSError, EOFError):
+            failure = Failure("crash", f"the process ended with {_code(self._process)}")
+        except ValueError:
+            failure = Failure("crash", "the process said what is no answer")
+        self.close()
+        return failure
+
+    def _answer(self, end: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while b"\n" not in self._read:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                raise TimeoutError
+            got = self._process.stdout.read(1 << 16)
+            if not got:
+                raise EOFError
+            self._read += got
+            if len(self._read) > LONGEST:
+                raise ValueError("too long an answer")
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+
+def _result(said: Mapping[str, Any]) -> Result:
+    return Failure("error", str(said["error"])) if "error" in said else result_of(said.get("value"))
+
+
+def _code(process: subprocess.Popen[bytes]) -> str:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+    return "no code" if process.returncode is None else f"code {process.returncode}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    process.wait()
+
+
+class Pool:
+    """Share some workers among threads; whoever asks waits for a free one."""
+
+    def __init__(self, module: str, settings: Mapping[str, Any], limits: Limits | None = None, size: int = 2) -> None:
+        if size < 1:
+            raise ValueError(f"a pool of {size} processes answers nothing; give it at least 1")
+        self.size = size
+        self._workers = tuple(Worker(module, settings, limits or Limits()) for _ in range(size))
+        self._free: LifoQueue[Worker] = LifoQueue()
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def ask(self, request: object) -> Result:
+        """Return what a worker answers, or how it failed."""
+        with self._one() as worker:
+            return worker.ask(request)
+
+    def every(self, requests: Sequence[object]) -> list[Result]:
+        """Return the answers to many requests, in their order, with all workers at work."""
+        results: dict[int, Result] = {}
+        turns = iter(range(len(requests)))
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    at = next(turns, None)
+                if at is None:
+                    return
+                results[at] = self.ask(requests[at])
+
+        threads = [threading.Thread(target=work) for _ in range(min(self.size, len(requests)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [results[at] for at in range(len(requests))]
+
+    def close(self) -> None:
+        """End all processes, those at work after their answer."""
+        for _ in self._workers:
+            self._free.get().close()
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _one(self) -> Generator[Worker]:
+        worker = self._free.get()
+        try:
+            yield worker
+        finally:
+            self._free.put(worker)
