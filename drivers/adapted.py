@@ -34,6 +34,8 @@ def merged(saved: Saved, say: Callable[[str], None], base: Path | None = None) -
     """Merge an adapter into its model: see `adapters.merge`."""
     adapter, source = saved.spec.adapter, found_base(saved, base)
     params, arch = merge(adapter, saved.arch, opened_base(saved, source), saved.params)
+    if "score" in saved.params:  # trained whole, beside the adapter
+        params = {**params, "score": saved.params["score"]}
     say(f"merged with {source}")
     model = evolve(saved.spec.model, tied=arch.tied)
     return evolve(

@@ -26,12 +26,12 @@ from ironfn.model.arch import Arch, complete
 from ironfn.model.attention import Dropout, by_mask, by_span, written_out
 from ironfn.model.forward import Forward, keep, unadapted
 from ironfn.model.init import init
-from ironfn.model.transformer import hidden
 from ironfn.model.virtual import with_virtual
 from ironfn.optim.schedules import make_schedule
 from ironfn.spec.records import PrecisionSpec, RunSpec
 from ironfn.types import Batch, Loss, Params
 
+from .objectives import losses, referred
 from .places import Places, places
 from .start import first_weights
 
@@ -43,7 +43,8 @@ class Job:
     """Hold a run's parts: what it computes, on which data, where.
 
     how: the forward pass of evaluation and sampling, without dropout and recomputation. lesson: how examples are
-    taught, where the data are those. base: the checksum of the model under an adapter, or "".
+    taught, where the data are those. base, reference: the checksums of the model under an adapter, and of the model
+    that a policy is held to, or "".
     """
 
     spec: RunSpec
@@ -58,6 +59,18 @@ class Job:
     step: Step
     lesson: Lesson | None = None
     base: str = ""
+    reference: str = ""
+
+    @property
+    def reads(self) -> bool:
+        """Tell whether the loss is that of text, in nats a token."""
+        return self.spec.data.form in ("documents", "examples")
+
+    @property
+    def rows(self) -> int:
+        """Count the rows that this rank computes together."""
+        spec = self.spec.train
+        return spec.micro_batch or spec.batch // self.mesh.shares
 
     @property
     def adapts(self) -> bool:
@@ -81,9 +94,7 @@ class Job:
 
     def eval_batches(self, data: Dataset) -> Iterator[Batch]:
         """Yield this rank's rows of an evaluation, on the CPU: as many at a time as it trains on."""
-        spec = self.spec.train
-        rows = spec.micro_batch or spec.batch // self.mesh.shares
-        return eval_batches(data, rows, self.spec.report.eval_rows, self.mesh.share, self.mesh.shares)
+        return eval_batches(data, self.rows, self.spec.report.eval_rows, self.mesh.share, self.mesh.shares)
 
     def here(self, batch: Batch) -> Batch:
         """Return a batch on this rank's device, with places for the vectors that are trained before its texts."""
@@ -115,12 +126,14 @@ class Job:
             params = tree.map(lambda x: x.to(self.device), params)
         else:
             source = Path(self.spec.model.init_from)
-            params, given = first_weights(source, self.arch, layout, self.mesh, dtype, self.device)
+            params, given = first_weights(source, self.arch, layout, self.mesh, dtype, self.device, spec.seed)
             fixed = given if fixed else fixed
         if self.adapts:
-            fixed = frozen_base(self.spec.adapter, tree.merge(params, fixed), layout, self.mesh)
-            params = first_adapter(self.spec.adapter, self.arch, fixed, spec.seed, layout, self.mesh)
-            params = tree.map(lambda x: x.to(self.device), params)
+            whole = {name: each for name, each in params.items() if name != "score"}  # which is trained beside it
+            fixed = frozen_base(self.spec.adapter, tree.merge(whole, fixed), layout, self.mesh)
+            adapter = first_adapter(self.spec.adapter, self.arch, fixed, spec.seed, layout, self.mesh)
+            adapter = tree.map(lambda x: x.to(self.device), adapter)
+            params = adapter if "score" not in params else {**adapter, "score": params["score"]}
         extra: Params = {"fixed": fixed} if fixed else {}
         return State(0, params, self.places.optimizer.init(params), extra=extra)
 
@@ -136,8 +149,8 @@ class Job:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch, but for ``segment``: where documents begin is read on the host."""
-    return {n: x if n == "segment" else x.to(device, non_blocking=True) for n, x in batch.items()}
+    """Move a batch, but for ``segment`` and ``until``: where documents begin is read on the host."""
+    return {n: x if n in ("segment", "until") else x.to(device, non_blocking=True) for n, x in batch.items()}
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -178,8 +191,8 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         raise ValueError(f"{what}; set model.pad_vocab_to to {mesh.tp.size}, or a multiple of it")
     where = places(spec, arch, mesh)
     plain, how = _forwards(spec, arch, where, mesh)
-    body = torch.compile(hidden, fullgraph=True, dynamic=False) if spec.train.compile else hidden
-    chunk = spec.train.loss_chunk
+    reference = referred(spec, arch, plain, where.params, mesh, device)
+    loss, eval_loss = losses(spec, arch, plain, how, reference)
     return Job(
         spec=spec,
         arch=arch,
@@ -188,10 +201,10 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         device=device,
         train=train,
         validation=open_dataset(spec.data, "validation", lesson) if spec.data.split.validation else None,
-        eval_loss=lm_loss(arch, plain, chunk=chunk, penalties=False),
+        eval_loss=eval_loss,
         places=where,
         step=make_step(
-            _gradient(lm_loss(arch, how, chunk=chunk, body=body), spec),
+            _gradient(loss, spec),
             where.optimizer,
             make_schedule(spec.optim.schedule, spec.optim.lr, spec.train.steps),
             table=where.params,

@@ -34,6 +34,8 @@ COMMANDS = MappingProxyType(
         "prepare": Entry("prepare:command", "Train or take the tokenizer and write the token stores of a spec."),
         "pretrain": Entry("pretrain:command", "Train a language model from random weights, or resume one."),
         "sft": Entry("sft:command", "Teach a model by examples, whole or through an adapter, or resume that."),
+        "dpo": Entry("dpo:command", "Teach a model what is preferred, by pairs or judged completions, or resume that."),
+        "reward-model": Entry("reward_model:command", "Train a model to give what is preferred a higher reward."),
         "generate": Entry("generate:command", "Continue prompts with a trained model."),
         "chat": Entry("chat:command", "Talk with a trained model."),
         "serve": Entry("serve:command", "Serve a trained model over HTTP, as OpenAI's API does, with a page to chat."),

@@ -61,4 +61,5 @@ def trained_shapes(spec: RunSpec, arch: Arch) -> tuple[Shapes, torch.dtype]:
     """Return the shape of every leaf that is trained, and their dtype: of the model, or of what is beside it."""
     if spec.adapter.kind == "none":
         return shapes(arch), getattr(torch, spec.train.precision.params)
-    return adapter_shapes(spec.adapter, arch), torch.float32
+    ending = {path: shape for path, shape in shapes(arch).items() if path.startswith("score/")}
+    return adapter_shapes(spec.adapter, arch) | ending, torch.float32

@@ -11,6 +11,7 @@ import click
 from ironfn.spec.records import RunSpec
 
 from .launch import launched, processes, quieten
+from .modes import of_this_mode
 from .signals import ignore_signals
 from .specs import takes_spec
 
@@ -26,10 +27,7 @@ def command(spec: RunSpec, override: bool, restart: bool) -> None:
     SIGTERM, SIGINT and SIGUSR1 save at the end of the step and exit with code 75. Several ranks are started by
     torchrun --nproc-per-node N -m ironfn pretrain SPEC, N being the product of the mesh.
     """
-    if spec.data.form != "documents":
-        raise click.UsageError(
-            f"data.form is {spec.data.form}, which `ironfn sft` teaches; for text, set it to documents"
-        )
+    of_this_mode(spec, "pretrain")
     trains(spec, override, restart)
 
 

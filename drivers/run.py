@@ -14,7 +14,7 @@ from ironfn import __version__
 from ironfn.algo.step import Metrics, NonFiniteError, State
 from ironfn.checkpoint import Saver, load_newest, prune, steps
 from ironfn.checkpoint.files import replace_whole
-from ironfn.data import prefetch
+from ironfn.data import Dataset, prefetch
 from ironfn.mesh.agree import each
 from ironfn.mesh.axis import SINGLE, Mesh, any_rank
 from ironfn.report.rows import read_rows
@@ -27,6 +27,9 @@ from .console import Console
 from .failures import Failure, alike, one_voice, together
 from .imported import keep_along
 from .launch import Ranks, command, threads
+from .modes import mode
+from .objectives import loaded, reference_of, refers
+from .references import referenced
 from .report import draw
 from .rundir import RunDir
 from .signals import EXIT_STOPPED, stop_requested
@@ -55,7 +58,7 @@ def run(
     device = device or pick_device(spec.train.device)
     spec, lesson = together(mesh, device, lambda: taught(spec))
     local_size = ranks.local_size if ranks.size > 1 else None
-    again = command(place.spec, mesh.world.size, local_size, "pretrain" if lesson is None else "sft")
+    again = command(place.spec, mesh.world.size, local_size, mode(spec))
     with ExitStack() as stack:
         console = stack.enter_context(Console(spec.train.steps, speak=speaks, title=spec.name))
         stopped = stack.enter_context(stop_requested(again, speak=speaks))
@@ -69,8 +72,10 @@ def run(
         alike(mesh, device, "the spec", xxhash.xxh3_64_intdigest(dump_spec(spec).encode()))
         job = together(mesh, device, lambda: build(spec, mesh, device, lesson))
         alike(mesh, device, f"the data in {spec.data.dir}", job.train.checksum)
-        if job.adapts:
-            job = evolve(job, base=_identity(job))
+        job = evolve(job, base=_identity(job, job.adapts, Path(spec.model.init_from or "")))
+        job = evolve(job, reference=_identity(job, refers(spec), reference_of(spec)))
+        if spec.dpo.precompute:
+            job = _referenced(job, console)
         begun = bool(steps(place.checkpoints))
         first = together(mesh, device, lambda: job.first_state(drawn=begun))
         state, seconds = together(mesh, device, lambda: _restore(job, first, place, console, restart))
@@ -87,12 +92,29 @@ def run(
         return 0
 
 
-def _identity(job: Job) -> str:
-    """Return the checksum of the model under an adapter, which rank 0 reads for all."""
-    source = Path(job.spec.model.init_from or "")
+def _identity(job: Job, wanted: bool, source: Path) -> str:
+    """Return the checksum of a model that has to stay as it is, which rank 0 reads for all; "" where none is wanted."""
+    if not wanted:
+        return ""
     mine = together(job.mesh, job.device, lambda: identity(source).encode() if job.speaks else b"")
     first, *_ = each(job.mesh, mine, job.device)
     return first.decode()
+
+
+def _referenced(job: Job, console: Console) -> Job:
+    """Return a job whose data know what the reference gives them."""
+    spec, mesh, device = job.spec, job.mesh, job.device
+    under = "" if spec.dpo.reference else f" {spec.adapter.base}"
+    precision = spec.train.precision
+    key = f"{job.reference}{under} {precision.params} {precision.compute}"
+
+    def known(data: Dataset) -> Dataset:
+        return referenced(
+            data, key, lambda: loaded(spec, job.arch, job.how, job.places.params, mesh, device), job.here, job.rows,
+            mesh, device, console.note,
+        )  # fmt: skip
+
+    return evolve(job, train=known(job.train), validation=None if job.validation is None else known(job.validation))
 
 
 def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable[[], str | None]) -> State:
@@ -150,6 +172,7 @@ def _save(job: Job, state: State, save: Callable[[int, Params, dict[str, object]
         "arch": asdict(job.arch),
         "data": f"{job.train.checksum:016x}",
         "base": job.base,
+        "reference": job.reference,
         "skipped": state.skipped,
         "seconds": seconds,
     }
@@ -186,6 +209,11 @@ def _restore(job: Job, state: State, place: RunDir, console: Console, restart: b
         raise ValueError(
             f"{found.path} was trained beside another model than {job.spec.model.init_from} holds now; put that back, "
             "or give this run another name"
+        )
+    if meta.get("reference", "") != job.reference:
+        raise ValueError(
+            f"{found.path} was held to another reference than {reference_of(job.spec)} holds now; put that back, or "
+            "give this run another name"
         )
     if meta["step"] > job.spec.train.steps:
         raise ValueError(f"{found.path} is past train.steps {job.spec.train.steps}; raise it to go on, or leave it")

@@ -22,9 +22,9 @@ from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import structure
 
-BOUND = ("model", "data", "sft", "adapter", "optim", "train.batch", "train.seed", "train.precision")
+BOUND = ("model", "data", "sft", "dpo", "reward", "adapter", "optim", "train.batch", "train.seed", "train.precision")
 """What a run may not change between its steps: with another value the steps before and after are of two runs."""
-FREE = ("data.workers", "data.bad_lines")
+FREE = ("data.workers", "data.bad_lines", "dpo.precompute")
 """What lies inside `BOUND` and yet changes no number."""
 
 

@@ -9,6 +9,7 @@ import click
 from ironfn.spec.records import RunSpec
 
 from .launch import processes
+from .modes import of_this_mode
 from .pretrain import trains
 from .specs import takes_spec
 
@@ -23,8 +24,5 @@ def command(spec: RunSpec, override: bool, restart: bool) -> None:
     The model is the one of model.init_from. With `adapter: {kind: lora}` it stays as it is and an adapter is trained
     beside it. The examples are prepared first, where they are not yet. All else is as in `ironfn pretrain`.
     """
-    if spec.data.form != "examples":
-        raise click.UsageError(
-            "data.form is documents, which `ironfn pretrain` reads; for examples, set it to examples"
-        )
+    of_this_mode(spec, "sft")
     trains(spec, override, restart, prepared=True)

@@ -21,7 +21,8 @@ def taught(spec: RunSpec) -> tuple[RunSpec, Lesson | None]:
 
     The tokenizer is the model's own where ``data.tokenizer.file`` names none. ValueError where it names another.
     """
-    if spec.data.form == "documents":
+    form = spec.data.form
+    if form == "documents":
         return spec, None
     tokenizer, wording = spec.data.tokenizer, _wording(spec)
     if tokenizer.file is None:
@@ -35,7 +36,8 @@ def taught(spec: RunSpec) -> tuple[RunSpec, Lesson | None]:
             f"{spec.model.init_from}; leave it out"
         )
     sft = spec.sft
-    return spec, Lesson(sft, wording.teaching(sft.template, sft.train_on, sft.rewritten))
+    teaching = wording.teaching(sft.template, sft.train_on, sft.rewritten)
+    return spec, Lesson(sft, teaching, form, spec.model.score)
 
 
 def _wording(spec: RunSpec) -> Wording:

@@ -108,17 +108,19 @@ def open_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | None = None,
 ) -> Trained:
-    """Open a model for use, in memory, tensor by tensor, whatever it lies in. ValueError where it has no tokenizer.
+    """Open a model for use, in memory, tensor by tensor, whatever it lies in.
+
+    ValueError where it has no tokenizer, or ends in a reward and so writes nothing.
 
     dtype: of the parameters; None takes a run's own, the files' on a GPU, float32 on a CPU. device: None picks one.
     """
     device = pick_device("auto") if device is None else device
     kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if path.is_file():
-        return _of_gguf(path, say, kind, device)
-    if is_directory(path):
-        return _of_directory(path, say, kind, device)
-    return _of_run(path, say, kind, device)
+    opened = _of_gguf if path.is_file() else _of_directory if is_directory(path) else _of_run
+    found = opened(path, say, kind, device)
+    if found.arch.score:
+        raise ValueError(f"{path} ends in a reward (model.score) and predicts no token; take a model that has a head")
+    return found
 
 
 def _of_run(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from ironfn.algo.step import Metrics, State
 from ironfn.data.packed import PackedStore
+from ironfn.data.pairs import PairStore
 from ironfn.generate import engine
 from ironfn.generate.engine import Request, Token, complete
 from ironfn.generate.sampling import Sampling
@@ -83,13 +84,16 @@ class Watch:
     def step(self, state: State, batch: Batch, metrics: Metrics, stopped: Callable[[], str | None]) -> bool:
         """Record a step; show every ``report.log_every``-th. Return whether any rank has been told to stop."""
         job, spec = self.job, self.job.spec
-        pace, left = self.meter.look(state.step, round(metrics["tokens"]))
         told = stopped() is not None
         size, places, memory, stop, fingerprint = seen(batch, job.train.byte_lengths, told, job.mesh, job.device)
+        tokens = round(metrics["tokens"]) if job.reads else places
+        pace, left = self.meter.look(state.step, tokens)
         if self.voice is None:
             return stop
         nats = metrics.get("cross_entropy", metrics["loss"])  # a loss may hold penalties that are no text
         extra: dict[str, Value] = {name: value for name, value in metrics.items() if name not in KNOWN}
+        if not job.reads:
+            size, extra = 0, extra | {"pairs": metrics["tokens"]}
         row = TrainRow(
             step=state.step,
             loss=metrics["loss"],
@@ -97,7 +101,7 @@ class Watch:
             lr=metrics["lr"],
             grad_norm=metrics["grad_norm"],
             tokens_per_s=pace,
-            mfu=mfu(self.flops, pace * places / max(metrics["tokens"], 1), self.peak, devices=job.mesh.world.size),
+            mfu=mfu(self.flops, pace * places / max(tokens, 1), self.peak, devices=job.mesh.world.size),
             memory=memory,
             seconds=self.meter.seconds,
             left=left,
@@ -115,6 +119,8 @@ class Watch:
             if (data := job.validation) is not None:
                 batches = map(job.here, job.eval_batches(data))
                 found = evaluate(job.eval_loss, state.model, batches, job.mesh, data.byte_lengths)
+                if not job.reads:
+                    found = evolve(found, perplexity=math.nan, bits_per_byte=math.nan)
                 if self.voice is not None:
                     self.voice.evaluation(EvaluationRow.of(found, step=state.step, seconds=self.meter.seconds))
             for prompt, text in zip(job.spec.report.prompts, self._continued(state), strict=True):
@@ -215,13 +221,14 @@ def _packing(job: Job) -> Iterator[str]:
     """Say how examples lie in rows, and what became of those that are longer."""
     spec = job.spec
     for name, store in zip(job.train.names, job.train.stores, strict=True):
-        if isinstance(store, PackedStore):
-            fit, how = store.fit, f"{len(store.size):,} texts in {store.packs.rows:,} rows"
+        if isinstance(store, PackedStore | PairStore):
+            kind = "texts" if isinstance(store, PackedStore) else "pairs"
+            fit, how = store.fit, f"{len(store.size):,} {kind} in {store.packs.rows:,} rows"
             yield f"{name}: {how}, {store.packs.efficiency:.1%} of their places filled"
             if fit.overlong:
                 done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[spec.sft.overlong]
                 lost = f"{fit.lost_targets:,} of their {fit.targets:,} trained tokens are lost"
-                yield f"{name}: {fit.overlong:,} texts longer than data.length {spec.data.length} are {done}; {lost}"
+                yield f"{name}: {fit.overlong:,} {kind} longer than data.length {spec.data.length} are {done}; {lost}"
     if job.lesson is not None:
         yield f"an epoch is {-(-job.train.rows // spec.train.batch):,} steps"
 

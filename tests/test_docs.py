@@ -97,7 +97,7 @@ def test_the_page_lists_every_metric() -> None:
 
 
 def test_the_page_lists_what_binds_a_run() -> None:
-    words = {"model", "data", "sft", "adapter", "optimizer", "batch", "seed", "precision"}
+    words = {"model", "data", "sft", "dpo", "reward", "adapter", "optimizer", "batch", "seed", "precision"}
     assert {name.removeprefix("train.").replace("optim", "optimizer") for name in rundir.BOUND} == words
     (said,) = re.findall(r"What binds a run is (.*?)\.", read("pretrain.md"), re.S)
     assert words <= set(re.findall(r"\w+", said))
@@ -106,12 +106,12 @@ def test_the_page_lists_what_binds_a_run() -> None:
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_commands_are_commands(page: Path) -> None:
     """Each `ironfn word`, and each `ironfn word word` of a command with commands of its own, answers --help."""
-    said = re.findall(r"\bironfn (\w+)(?: (\w+))?", page.read_text(encoding="utf-8"))
+    said = re.findall(r"\bironfn ([\w-]+)(?: (\w+))?", page.read_text(encoding="utf-8"))
     for name, inner in sorted({pair for pair in said if pair[0] in COMMANDS}):
         words = [name, inner] if name in ("data", "optim", "ckpt", "specs") and inner else [name]
         result = CliRunner().invoke(main, [*words, "--help"])
         assert result.exit_code == 0, words
-    spelled = re.findall(r"(?:`|^\$ )ironfn ([a-z]+)", page.read_text(encoding="utf-8"), re.M)
+    spelled = re.findall(r"(?:`|^\$ )ironfn ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.M)
     assert set(spelled) <= set(COMMANDS)
 
 

@@ -130,8 +130,8 @@ def test_what_an_unreadable_file_may_have_said_is_not_held_against_the_others(tm
         ),
         (
             "distill: {rank: 8}",
-            "1:1 distill: unknown key; the keys here are name, out, model, data, sft, adapter, optim, mesh, train, "
-            "checkpoint, report",
+            "1:1 distill: unknown key; the keys here are name, out, model, data, sft, dpo, reward, adapter, optim, "
+            "mesh, train, checkpoint, report",
         ),
         ("train: {lr: 1}", "1:9 train.lr: unknown key; did you mean optim.lr?"),
         ("model: {num_attention_heads: 4}", "1:9 model.num_attention_heads: unknown key; did you mean model.heads?"),
@@ -142,8 +142,8 @@ def test_what_an_unreadable_file_may_have_said_is_not_held_against_the_others(tm
         ("data: {fim: {rate: 1}}", "1:8 data.fim: unknown key; did you mean data.sets.*.fim?"),
         (
             "'': 1",
-            "1:1 '': unknown key; the keys here are name, out, model, data, sft, adapter, optim, mesh, train, "
-            "checkpoint, report",
+            "1:1 '': unknown key; the keys here are name, out, model, data, sft, dpo, reward, adapter, optim, "
+            "mesh, train, checkpoint, report",
         ),
         ("train: {steps: 1, steps: 2}", "1:19 train.steps: is there twice; the first stands at line 1"),
     ],

@@ -51,13 +51,18 @@ def smaller(file: Path, sources: Path) -> list[str]:
     return [word for override in smaller for word in ("-s", override)]
 
 
-def with_a_model(place: Path, texts: Path, folder: Path) -> Path:
+def with_a_model(place: Path, texts: Path, folder: Path, form: str) -> Path:
     """Train the model that a spec begins from, a small one, and return a file of examples."""
     quickstart = ROOT / "specs/pretrain/quickstart.yaml"
     overrides = [*smaller(quickstart, texts), "-s", f"out={place.parent}", "-s", f"name={place.name}"]
     overrides += ["-s", "model.context=512"]
     ironfn(*([word, str(quickstart), *overrides] for word in ("prepare", "pretrain")), cwd=folder)
-    rows = [{"prompt": f"def f{n}(x):", "completion": f" return x + {n}"} for n in range(60)]
+    rows = [
+        {"prompt": f"def f{n}(x):", "completion": f" return x + {n}"}
+        if form == "examples"
+        else {"prompt": f"def f{n}(x):", "chosen": f" return x + {n}", "rejected": " pass"}
+        for n in range(60)
+    ]
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "examples.jsonl"
 
@@ -69,8 +74,9 @@ def test_a_shipped_spec_prepares_and_trains(file: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted((ROOT / "ironfn").rglob("*.py"))[:30]):
         (sources / f"{number}.py").write_bytes(path.read_bytes())
     name, overrides = f"{file.parent.name}/{file.stem}", smaller(file, sources)
-    if (begins_from := load_spec([file], [], PRESETS).model.init_from) is not None:
-        overrides = smaller(file, with_a_model(Path(begins_from), sources, tmp_path))
+    spec = load_spec([file], [], PRESETS)
+    if (begins_from := spec.model.init_from) is not None:
+        overrides = smaller(file, with_a_model(Path(begins_from), sources, tmp_path, spec.data.form))
     train, sample = (
         [file.parent.name, name, *overrides],
         ["generate", f"runs/{file.stem}", "--tokens", "4", "-p", "def"],

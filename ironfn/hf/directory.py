@@ -132,7 +132,7 @@ def export_model(
     architecture of `transformers` can say this model.
     """
     before = parse_json(carried[CONFIG], CONFIG) if CONFIG in carried else {}
-    wanted = architecture or (_alike(family_of(before, BOTH), arch) if before else None)
+    wanted = architecture or (family_of(before, BOTH).architecture if before else None)
     biased = any(name.endswith("/router/bias") for name in leaves)
     out = exportable(arch, wanted, biased)
     if arch.moe is not None:
@@ -148,12 +148,6 @@ def export_model(
         for each, data in files.items():
             (aside / each).write_bytes(data)
     return out
-
-
-def _alike(family: Family, arch: Arch) -> str:
-    """Return the family's architecture that ends as this model does: in logits, or in a reward."""
-    ends = SCORERS if arch.score else FAMILIES
-    return next((f.architecture for f in ends if f.model_type == family.model_type), family.architecture)
 
 
 def _made(tokenizer: bytes | None, eos: int | None, arch: Arch) -> dict[str, bytes]:

@@ -41,7 +41,9 @@ def exportable(arch: Arch, architecture: str | None, bias: bool = False) -> Expo
     the same mathematics. ValueError, with the fields that cannot be said, where none can.
     """
     families = SCORERS if arch.score else FAMILIES
-    tried = [f for f in families if architecture in (None, f.architecture)]
+    # a model that was given another ending stays of its kind
+    kind = next((f.model_type for f in (*FAMILIES, *SCORERS) if f.architecture == architecture), None)
+    tried = [f for f in families if architecture is None or f.model_type == kind]
     if not tried:
         known = ", ".join(f.architecture for f in families)
         raise ValueError(f"there is no architecture {architecture!r}; known are {known}")

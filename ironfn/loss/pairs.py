@@ -170,9 +170,11 @@ def summed(
     """Return the losses and metrics [pairs] as sums, with the routers' losses if they have a part in it."""
     total, weight = losses.sum(), losses.new_tensor(len(losses))
     sums = {name: value.detach().sum() for name, value in metrics.items()}
-    if arch.moe is None or not seen or not penalties:
+    if arch.moe is None or not seen:
         return LossSum(total, weight, sums)
+    counts = {"load": seen["load"].sum(0), "dropped": seen["dropped"].sum(0)}
+    if not penalties:
+        return LossSum(total, weight, sums, counts)
     rows = torch.bincount(places.keys[CHOSEN] // batch["weight"].shape[1], minlength=len(batch["weight"]))
     added, of_routers = router_loss(seen, rows[:, None].to(total.device), arch.moe, mesh)
-    counts = {"load": seen["load"].sum(0), "dropped": seen["dropped"].sum(0)}
     return LossSum(total + added, weight, {"preference": total.detach(), **sums, **of_routers}, counts)

@@ -12,6 +12,7 @@ import attrs
 
 from ironfn.spec.check_experts import experts
 from ironfn.spec.check_model import model_faults
+from ironfn.spec.check_preference import preference
 from ironfn.spec.check_teaching import teaching
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import Path, show
@@ -98,6 +99,13 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "adapter.alpha": ABOVE_ZERO,
         "adapter.dropout": BELOW_ONE,
         "adapter.tokens": _at_least(1),
+        "dpo.beta": ABOVE_ZERO,
+        "dpo.smoothing": BELOW_ONE,
+        "dpo.margin": NOT_NEGATIVE,
+        "dpo.supervised": NOT_NEGATIVE,
+        "dpo.liked": NOT_NEGATIVE,
+        "dpo.disliked": NOT_NEGATIVE,
+        "reward.center": NOT_NEGATIVE,
         "optim.lr": ABOVE_ZERO,
         "optim.clip": ABOVE_ZERO,
         "optim.schedule.warmup": NOT_NEGATIVE,
@@ -147,7 +155,7 @@ def check(spec: RunSpec, ranks: int | None) -> list[Found]:
     alone = list(_ranges(spec))
     bad = {paths[0] for paths, _ in alone}
     together: list[Found] = []
-    for rule in (_model, experts, _data, teaching, _optim, _mesh, _train):
+    for rule in (_model, experts, _data, teaching, preference, _optim, _mesh, _train):
         try:
             together += rule(spec)
         except ArithmeticError:  # a zero that the ranges already refuse

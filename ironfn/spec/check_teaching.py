@@ -14,7 +14,7 @@ _KIND, _SOURCE = ("adapter", "kind"), ("model", "init_from")
 def teaching(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
     """Yield the faults of ``adapter`` and of ``data.form``, as `spec.check` lists them."""
     data = spec.data
-    if data.form == "examples" and data.tokenizer.file is None and spec.model.init_from is None:
+    if data.form != "documents" and data.tokenizer.file is None and spec.model.init_from is None:
         what = "examples are written with a model's own tokenizer; set model.init_from, or data.tokenizer.file"
         yield (("data", "form"), ("data", "tokenizer", "file"), _SOURCE), what
     if spec.adapter.kind == "none":

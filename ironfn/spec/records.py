@@ -10,6 +10,8 @@ from ironfn.spec.adapter_records import AdapterSpec as AdapterSpec
 from ironfn.spec.model_records import ModelSpec as ModelSpec
 from ironfn.spec.model_records import MoeSpec as MoeSpec
 from ironfn.spec.model_records import RopeSpec as RopeSpec
+from ironfn.spec.preference_records import DpoSpec as DpoSpec
+from ironfn.spec.preference_records import RewardSpec as RewardSpec
 
 
 @frozen
@@ -72,7 +74,8 @@ class DataSpec:
     """Describe the text of a run and how rows are cut from it.
 
     dir: where ``ironfn prepare`` writes the tokenizer and the stores. length: tokens a row.
-    form: what the sources hold, ``documents`` to read on in or ``examples`` that teach, such as conversations.
+    form: what the sources hold, ``documents`` to read on in, ``examples`` that teach, such as conversations, ``pairs``
+    of which one text is preferred, or completions that are ``judged`` one by one.
     temperature: None mixes the sets by their weights, T by p proportional to tokens^(1/T).
     attend: whether a token sees only its own document or the whole row before it.
     bad_lines: whether a malformed line stops the preparation or is counted and passed over.
@@ -80,7 +83,7 @@ class DataSpec:
     """
 
     dir: str = "data"
-    form: Literal["documents", "examples"] = "documents"
+    form: Literal["documents", "examples", "pairs", "judged"] = "documents"
     sets: dict[str, SetSpec] = field(factory=lambda: {"stdlib": SetSpec(sources=["stdlib:"])})
     tokenizer: TokenizerSpec = field(factory=TokenizerSpec)
     split: SplitSpec = field(factory=SplitSpec)
@@ -94,7 +97,7 @@ class DataSpec:
 
 @frozen
 class SftSpec:
-    """Describe how a model is taught by examples: where ``data.form`` is ``examples``.
+    """Describe how a model is taught by examples, and how pairs are written: unless ``data.form`` is ``documents``.
 
     fields: our name of a field -> what the rows call it. template: a chat template's name or file; None takes the
     model's own. train_on: all answers of a conversation, or its last. overlong: what becomes of a text that is longer
@@ -254,6 +257,8 @@ class RunSpec:
     model: ModelSpec = field(factory=ModelSpec)
     data: DataSpec = field(factory=DataSpec)
     sft: SftSpec = field(factory=SftSpec)
+    dpo: DpoSpec = field(factory=DpoSpec)
+    reward: RewardSpec = field(factory=RewardSpec)
     adapter: AdapterSpec = field(factory=AdapterSpec)
     optim: OptimSpec = field(factory=OptimSpec)
     mesh: MeshSpec = field(factory=MeshSpec)
