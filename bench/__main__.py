@@ -15,7 +15,7 @@ PARTS = MappingProxyType(
         "mesh": ("states", "saving", "ledger", "experts", "reduction", "law"),
         "interop": ("interop", "evals"),
         "generate": ("decoding", "batching", "serving"),
-        "sft": ("finetuning",),
+        "sft": ("lessons", "finetuning"),
     }
 )
 """The modules whose figures make a part, the quick ones first."""

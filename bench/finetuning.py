@@ -21,8 +21,8 @@ from ironfn.data.preparation import prepare
 
 NAME = "smollm2-135m"
 DOLLY = Path(__file__).parents[2] / "shared/data/sft/dolly_hhrlhf_small.jsonl"
-EVERY = 25
-"""Of the 1,000 rows one in so many is trained on: 40, of nearly the lengths that all have."""
+TAKEN = slice(1, None, 25)
+"""Which of the 1,000 rows are trained on: 40 that are padded to 2.27 times their tokens, where all are to 2.31."""
 
 BARS = MappingProxyType(
     {
@@ -38,20 +38,16 @@ BARS = MappingProxyType(
 def figures() -> Iterator[Figure]:
     """Yield, for both ways to train, how many times as fast and how large ours is beside TRL's packing and its padding.
 
-    Each runs in a process of its own, which trains an epoch of the same rows after a step that is not counted; their
-    steps alternate.
+    Both sides run in processes of their own, which train an epoch of the same rows after a step that is not counted;
+    their steps alternate.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_ready(folder, DOLLY.read_text(encoding="utf-8").splitlines()[::EVERY])
-        for ours in ("full", "lora"):
-            peers = [theirs for mine, theirs in BARS if mine == ours]
-            found = alternating([ours, *peers], folder)
-            for theirs in peers:
-                speed, memory = BARS[ours, theirs]
-                mine, other = found[ours], found[theirs]
-                yield Figure(f"{ours}_speed_{theirs}", mine.speed / other.speed, speed, f"{mine}; {other}")
-                yield Figure(f"{ours}_memory_{theirs}", mine.peak / other.peak, memory, f"{mine}; {other}")
+        make_ready(folder, DOLLY.read_text(encoding="utf-8").splitlines()[TAKEN])
+        for (ours, theirs), (speed, memory) in BARS.items():
+            mine, other = alternating([ours, theirs], folder)
+            yield Figure(f"{ours}_speed_{theirs}", mine.speed / other.speed, speed, f"{mine}; {other}")
+            yield Figure(f"{ours}_memory_{theirs}", mine.peak / other.peak, memory, "as above")
 
 
 def make_ready(folder: Path, lines: Sequence[str]) -> None:
@@ -122,7 +118,7 @@ def _line(stream: IO[str] | None) -> list[float]:
     return [float(word) for word in stream.readline().split()]
 
 
-def alternating(names: Sequence[str], folder: Path) -> dict[str, Tuner]:
+def alternating(names: Sequence[str], folder: Path) -> list[Tuner]:
     """Train an epoch each way, a step of each in turn."""
     with ExitStack() as stack:
         tuners = [stack.enter_context(Tuner.start(name, folder)) for name in names]
@@ -130,4 +126,4 @@ def alternating(names: Sequence[str], folder: Path) -> dict[str, Tuner]:
             for tuner in tuners:
                 if turn <= tuner.steps:
                     tuner.step(counted=turn > 0)
-    return {tuner.name: tuner for tuner in tuners}
+    return tuners

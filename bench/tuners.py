@@ -126,10 +126,11 @@ def ours(folder: Path, spec: AdapterSpec = NO_ADAPTER, *, remat: bool = False) -
         turns.end(int(metrics["tokens"]), metrics["loss"])
 
 
-def theirs(folder: Path, *, packed: bool, lora: bool = False) -> None:
+def theirs(folder: Path, *, packed: bool, lora: bool = False, remat: bool = False) -> None:
     """Take the steps of `trl.SFTTrainer`, with `peft`'s LoRA or without, in float32 and on the ids that we train on.
 
-    packed: its packing, and no gradient checkpointing, which is quicker here; else padding, and its own defaults.
+    packed: by its packing, else by padding. remat: with its gradient checkpointing, which is slower and smaller, as
+    ours is; it is TRL's default, but not that of the trainer below it.
     """
     from datasets import Dataset as Rows
     from peft import LoraConfig
@@ -144,7 +145,7 @@ def theirs(folder: Path, *, packed: bool, lora: bool = False) -> None:
     config: Any = SFTConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, learning_rate=LR, lr_scheduler_type="constant",
         max_length=LENGTH, packing=packed, per_device_train_batch_size=PACKED_ROWS if packed else PADDED_ROWS,
-        gradient_checkpointing=not packed, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        gradient_checkpointing=remat, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
         train_sampling_strategy="sequential", num_train_epochs=9,
     )  # fmt: skip
     linear = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -189,6 +190,7 @@ TUNERS: MappingProxyType[str, Callable[[Path], None]] = MappingProxyType(
         "lora_remat": partial(ours, spec=LORA, remat=True),
         "trl_packed": partial(theirs, packed=True),
         "trl": partial(theirs, packed=False),
+        "trl_remat": partial(theirs, packed=False, remat=True),
         "peft_packed": partial(theirs, packed=True, lora=True),
         "peft": partial(theirs, packed=False, lora=True),
     }

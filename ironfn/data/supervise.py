@@ -124,10 +124,9 @@ def _of_script(script: Script, chat: Chat, place: str) -> Draft:
 
 def encode_drafts(texts: Sequence[Draft], teaching: Teaching) -> list[Supervised | Fault]:
     """Encode many texts at once, by all cores; a `Fault` in place of one that the tokenizer cannot write."""
-    vocabulary = teaching.vocabulary
     pieces = [piece for text in texts for part, _, _ in text.parts for piece in part if isinstance(piece, Piece)]
     try:
-        encoded = iter(encode_pieces(pieces, joins=vocabulary.joins))
+        encoded = iter(_encoded(pieces, teaching.vocabulary))
         return [_joined(text, encoded, teaching) for text in texts]
     except ValueError as error:
         if len(texts) == 1:
@@ -135,26 +134,39 @@ def encode_drafts(texts: Sequence[Draft], teaching: Teaching) -> list[Supervised
         return [each for text in texts for each in encode_drafts([text], teaching)]
 
 
-def _joined(text: Draft, encoded: Iterator[list[int]], teaching: Teaching) -> Supervised:
-    vocabulary, ids = teaching.vocabulary, list[int]()
-    ends, learned = [0], list[bool]()
+def _encoded(pieces: Sequence[Piece], vocabulary: Vocabulary) -> list[NDArray[np.int64]]:
+    """Return the ids of each piece; what people wrote becomes no control token. Looked for in all of them at once."""
+    found = encode_pieces(pieces, joins=vocabulary.joins)
+    ends = list(itertools.accumulate(map(len, found)))
+    flat = np.fromiter(itertools.chain.from_iterable(found), np.int64, ends[-1] if ends else 0)
+    parts = [flat[end - len(ids) : end] for ids, end in zip(found, ends, strict=True)]
+    controls = np.flatnonzero(np.isin(flat, list(vocabulary.controls)))
+    for number in np.unique(np.searchsorted(ends, controls, "right")).tolist():
+        if pieces[number].tokenizer is vocabulary.tokenizer:
+            parts[number] = np.array(encode_around(vocabulary, pieces[number].text), np.int64)
+    return parts
+
+
+def _joined(text: Draft, encoded: Iterator[NDArray[np.int64]], teaching: Teaching) -> Supervised:
+    parts: list[NDArray[np.int64] | list[int]] = []
+    marks: list[tuple[int, bool]] = []  # where a stretch ends, and whether it is trained
+    at = 0
     for part, learn, closes in text.parts:
-        for piece in part:
-            if isinstance(piece, int):
-                ids.append(piece)
-                continue
-            got = next(encoded)
-            if piece.tokenizer is vocabulary.tokenizer and not vocabulary.controls.keys().isdisjoint(got):
-                got = encode_around(vocabulary, piece.text)
-            ids += got
+        here = [[piece] if isinstance(piece, int) else next(encoded) for piece in part]
+        parts += here
+        start, at = at, at + sum(map(len, here))
         if closes and teaching.chat is not None:
-            names = [at for at in range(ends[-1], len(ids)) if ids[at] in teaching.chat.controls]
-            ends.append(names[-1] + 1 if names else len(ids))
-            learned.append(learn)
+            ids = [i for each in here for i in each]
+            names = [place for place, i in enumerate(ids) if i in teaching.chat.controls]
+            marks.append((start + names[-1] + 1 if names else at, learn))
             learn = False
-        ends.append(len(ids))
-        learned.append(learn)
-    trained = np.repeat(learned, np.diff(ends))
+        marks.append((at, learn))
+    trained, start = np.zeros(at, bool), 0
+    for stop, learn in marks:
+        trained[start:stop] = learn
+        start = stop
     trained[:1] = False
-    end = next((end for end, learn in zip(ends[:0:-1], reversed(learned), strict=True) if learn and end > 1), 0)
-    return Supervised(np.array(ids[:end], np.int64), trained[:end])
+    last = np.flatnonzero(trained)[-1:]
+    end = int(last[0]) + 1 if len(last) else 0
+    ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return Supervised(ids[:end].astype(np.int64, copy=False), trained[:end])

@@ -246,7 +246,8 @@ def encode_pieces(pieces: Sequence[Piece], *, joins: bool) -> list[list[int]]:
             elif after:
                 ids = ids[len(line) :]
             found[number] = ids
-            if pieces[number].never in ids:
+            never = pieces[number].never
+            if never is not None and never in ids:
                 what = f"the tokenizer has no way to write {pieces[number].text!r} but as a control token"
                 raise ValueError(f"{what}; leave it out")
     return found
