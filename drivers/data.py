@@ -28,7 +28,7 @@ _LEGEND = (
     ("[end]", "control", "its end token"),
     ("[fim prefix]", "control", "a document cut for fill-in-the-middle: prefix, suffix and middle follow their marks;"),
     ("", "control", "where [fim suffix] comes at once, prefix and middle stand joined after [fim middle]"),
-    ("[padding x n]", "padding", "fills the last row of an epoch"),
+    ("[padding x n]", "padding", "fills what no text does"),
 )
 _STYLES = {"trained": "", "masked": "dim", "control": "bold magenta", "document": "bold blue", "padding": "dim cyan"}
 _PARTS = {"": "", "prefix": "green", "middle": "yellow", "suffix": "cyan"}
@@ -70,7 +70,11 @@ def inspect(spec: RunSpec, split: str, rows: int, step: int, tokens: bool) -> No
     batch, titles = _rows(data, spec, split, step, rows)
     for row, title in enumerate(titles):
         console.print(Text(f"\n{title}: {_counts(batch, row)}", style="bold"))
-        console.print(_tokens(batch, row, vocabulary) if tokens else _text(spans(batch, row, vocabulary)))
+        console.print(
+            _tokens(batch, row, vocabulary)
+            if tokens
+            else _text(spans(batch, row, vocabulary, packed=lesson is not None))
+        )
 
 
 def _rows(data: Dataset, spec: RunSpec, split: str, step: int, rows: int) -> tuple[Batch, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from ironfn.data.readers import Row
 from ironfn.data.supervise import Teaching, supervised
 from ironfn.data.templates import template_of
 from ironfn.data.tokenizer import load
+from ironfn.data.view import spans
 from ironfn.spec.records import DataSpec, SetSpec, SftSpec, SplitSpec, TokenizerSpec
 
 from .test_chat import tokenizer_json
@@ -102,6 +104,38 @@ def test_what_is_taught_is_what_is_trained(make: Any) -> None:
         for text in supervised(parse(Row(row, "p"), {}), lesson.teaching)
     )
     assert len(learned) == answers
+
+
+def test_a_row_is_shown_as_its_texts_are_taught(make: Any) -> None:
+    spec, lesson = make([*ROWS[:9], {"prompt": "say it", "completion": " now"}])
+    prepare(spec, lesson=lesson)
+    data = open_dataset(spec, "train", lesson)
+    vocabulary = lesson.teaching.vocabulary
+    batch = rows_at(data, range(data.rows), 0)
+    whole: set[str] = set()
+    learned: list[str] = []
+    for row in range(data.rows):
+        found = list(spans(batch, row, vocabulary, packed=True))
+        for number, span in enumerate(found):
+            if span.kind == "document":
+                assert not span.text.endswith("continued")
+                here = list(itertools.takewhile(lambda s: s.kind not in ("document", "padding"), found[number + 1 :]))
+                whole.add("".join(s.text.removeprefix("masked ") for s in here))
+                trained = (s for s in here if s.kind == "trained" or (s.kind == "control" and "masked" not in s.text))
+                learned.append("".join(s.text for s in trained))
+    taught = [text for (store,) in [data.stores] for text in texts(store)]  # type: ignore[arg-type]
+    names = {vocabulary.eos: "end"}
+    shown = (
+        "".join(
+            names.get(i) or vocabulary.controls.get(i) or vocabulary.tokenizer.decode([i], skip_special_tokens=False)
+            for i in ids
+        )
+        for ids in taught
+    )
+    assert whole == set(shown)
+    said = {f"{n} is " + "x" * n for n in range(9)} | {" now"}
+    assert len(learned) == len(taught)
+    assert all(any(text.startswith(answer) for answer in said) for text in learned)
 
 
 def test_a_second_preparation_takes_what_is_there(make: Any, tmp_path: Path) -> None:

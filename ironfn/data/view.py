@@ -30,8 +30,10 @@ class Span:
     tokens: int
 
 
-def spans(batch: Batch, row: int, vocabulary: Vocabulary) -> Iterator[Span]:
+def spans(batch: Batch, row: int, vocabulary: Vocabulary, *, packed: bool = False) -> Iterator[Span]:
     """Yield the targets of a row as stretches of one kind, in order.
+
+    packed: the row holds supervised texts, each of which has before its targets a first id that is none.
 
     A batch without segments attends to whole rows: no document is named, its end token still shows.
     """
@@ -44,10 +46,12 @@ def spans(batch: Batch, row: int, vocabulary: Vocabulary) -> Iterator[Span]:
         if segment == -1:
             yield Span("padding", "", "", count)
         else:
+            before = int(batch["tokens"][row, at])
             if "segment" in batch:
-                begins = int(batch["tokens"][row, at]) == vocabulary.eos
+                begins = packed or before == vocabulary.eos
                 yield Span("document", f"document {segment + 1}" + ("" if begins else ", continued"), "", 0)
-            yield from _document(targets[at : at + count], weights[at : at + count], vocabulary)
+            ids, shares = targets[at : at + count], weights[at : at + count]
+            yield from _document([before, *ids] if packed else ids, [0.0, *shares] if packed else shares, vocabulary)
         at += count
 
 
