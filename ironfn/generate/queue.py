@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from ironfn.generate.blocks import Blocks, drop, free_count, hold, known, seal, take
+from ironfn.generate.blocks import Blocks, drop, hold, known, seal, take
 from ironfn.generate.sampling import Sampling
 
 Reason: TypeAlias = Literal["stop", "length", "context", "memory"]
@@ -202,17 +202,11 @@ class _Draft:
         self.compute(wide, count)
 
     def widened(self, row: Row, tokens: int) -> Row | None:
-        """Return the row with blocks for so many tokens; None where there are none.
-
-        Where there is room, a text that fills its blocks and goes on has one more at once: so it lies in a row.
-        """
-        size, after = self.blocks.size, row.table[-1] if row.table else None
-        lacking = -(-tokens // size) - len(row.table)
+        """Return the row with blocks for so many tokens; None where there are none."""
+        lacking = -(-tokens // self.blocks.size) - len(row.table)
         if lacking <= 0:
             return row
-        more = tokens % size == 0 and tokens < len(row.request.prompt) + row.request.limit - 1
-        taken = take(self.blocks, lacking + 1, after) if more and free_count(self.blocks) > lacking else None
-        taken = taken or take(self.blocks, lacking, after)
+        taken = take(self.blocks, lacking, row.table[-1] if row.table else None)
         if taken is None:
             return None
         self.blocks, new = taken
