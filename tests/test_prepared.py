@@ -144,6 +144,22 @@ def test_no_row_has_no_result(make: Any) -> None:
     assert product(torch.empty(2, 0, 384)).shape == (2, 0, 768)
 
 
+@pytest.mark.parametrize("shape", [(7, 5), (3, 1), (20, 130), (9, 1100)])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_shape_is_parted_for_any_threads(
+    shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
+    generator = torch.Generator().manual_seed(2)
+    w = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    scale = torch.rand(shape[1], generator=generator)
+    for rows in (1, 2):
+        x = torch.randn(rows, shape[0], generator=generator)
+        exact = x.double() @ w.double()
+        torch.testing.assert_close(skinny.float32(w.float())(x).double(), exact, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(skinny.bytes_of(w, scale)(x).double(), exact * scale, rtol=1e-5, atol=1e-3)
+
+
 def test_other_numbers_than_float32_stay_as_they_are() -> None:
     arch = peers.make_arch("llama", 31)
     for dtype in (torch.float64, torch.bfloat16):

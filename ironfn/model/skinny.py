@@ -20,9 +20,15 @@ from ironfn.model.weights import Times
 
 mkldnn: Any = torch.ops.mkldnn
 quantized: Any = torch.ops.quantized
+_bag_of_bytes: Any = quantized.embedding_bag_byte_rowwise_offsets.default
+# as it is below Python, where every argument would be looked at first
+_product_of_bytes: Any = quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default._op
 
 _SMALL = 1 << 18
 """Numbers of a matrix below which a call of oneDNN costs what its layout saves, with caches that are always cold."""
+
+_WIDE = 512
+"""Columns up to which a sum of rows stays in registers."""
 
 _FEW = 2
 """Rows up to which bytes are widened for each: for more it is cheaper to cut the rows into bytes."""
@@ -38,7 +44,7 @@ def suits(w: Tensor) -> bool:
 class _Bags:
     """Say how the rows of a table [parts * in, out / parts] make a product: each part of the columns is a bag.
 
-    A matrix [in, out] is such a table as it lies. index: [rows, parts, in]; offsets: where each bag begins.
+    index: [rows, parts, in], flat; offsets: where each bag begins.
     """
 
     parts: int
@@ -50,37 +56,41 @@ class _Bags:
         return torch.cat([rows] * self.parts, 1).view(-1)
 
 
-def _bags(w: Tensor, rows: int) -> list[_Bags]:
-    """Return the bags for each number of rows up to ``rows``: a part of the columns for each thread."""
+def _parted(w: Tensor, rows: int) -> tuple[Tensor, list[_Bags]]:
+    """Return w [in, out] as a table of parts of its columns one after the other, and its bags for 1 to ``rows`` rows.
+
+    Each thread gets as many parts, of no more columns than are added up in registers; the last is filled up.
+    """
     inputs, outputs = w.shape
-    parts = next(n for n in range(min(torch.get_num_threads(), outputs), 0, -1) if outputs % n == 0)
-    one = torch.arange(inputs * parts, dtype=torch.int32).view(inputs, parts).t()
-    return [
-        _Bags(parts, one.repeat(n, 1).flatten(), torch.arange(0, n * parts * inputs, max(inputs, 1), dtype=torch.int32))
-        for n in range(1, rows + 1)
-    ]
+    threads = torch.get_num_threads()
+    parts = threads * -(-outputs // (threads * _WIDE))
+    width = -(-outputs // parts)
+    table = F.pad(w, (0, parts * width - outputs)).view(inputs, parts, width).transpose(0, 1).flatten(0, 1)
+    index = torch.arange(inputs * parts, dtype=torch.int32)
+    offsets = torch.arange(0, rows * parts * inputs, inputs, dtype=torch.int32)
+    return table, [_Bags(parts, index.repeat(n), offsets[: n * parts]) for n in range(1, rows + 1)]
 
 
 def float32(w: Tensor) -> Times:
     """Return the product with w [in, out]: bags for one row, for more oneDNN's blocked layout where w is large.
 
-    Then w is kept twice.
+    So w is kept twice.
     """
     w = w.contiguous()
     more = partial(torch.matmul, other=w)
     if w.numel() >= _SMALL:
         more = partial(_times_blocked, mkldnn._reorder_linear_weight(w.t().contiguous(), 32), w.shape[1])
-    (bags,) = _bags(w, 1)
-    return partial(_times_float32, w.view(-1, w.shape[1] // bags.parts), bags, more)
+    table, (bags,) = _parted(w, 1)
+    return partial(_times_float32, table, bags, w.shape[1], more)
 
 
-def _times_float32(table: Tensor, bags: _Bags, more: Times, x: Tensor) -> Tensor:
+def _times_float32(table: Tensor, bags: _Bags, outputs: int, more: Times, x: Tensor) -> Tensor:
     *shape, inputs = x.shape
     if x.numel() != inputs:
         return more(x)
     weights = bags.weights(x.view(1, inputs))
-    out = torch.embedding_bag(table, bags.index, bags.offsets, False, 0, False, weights)[0]
-    return out.view(*shape, -1)
+    out = torch.embedding_bag(table, bags.index, bags.offsets, False, 0, False, weights)[0].view(-1)
+    return (out if out.shape[0] == outputs else out[:outputs]).view(*shape, outputs)
 
 
 def _times_blocked(blocked: Tensor, outputs: int, x: Tensor) -> Tensor:
@@ -102,9 +112,9 @@ def _filled(rows: Tensor) -> Tensor:
 
 def bytes_of(whole: Tensor, scale: Tensor) -> Times:
     """Return the product with whole [in, out], int8, times scale [out]: bags for few rows, bytes by bytes for more."""
-    few = _bags(whole, _FEW)
+    table, few = _parted(whole, _FEW)
+    table = (table.to(torch.int16) + 128).to(torch.uint8)
     # fbgemm's rows end with what each of their numbers is multiplied by and what is then added
-    table = (whole.to(torch.int16) + 128).to(torch.uint8).reshape(-1, whole.shape[1] // few[0].parts)
     ends = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(table), -1)
     return partial(_times_bytes, torch.cat([table, ends], 1), few, _by_fbgemm(whole, scale), scale)
 
@@ -124,13 +134,12 @@ def _times_bytes(table: Tensor, few: list[_Bags], by_bytes: Any, scale: Tensor, 
     rows = (x if x.dtype == torch.float32 else x.float()).reshape(-1, inputs)
     count = rows.shape[0]
     if 0 < count <= _FEW:
-        bags, no = few[count - 1], False
-        out = quantized.embedding_bag_byte_rowwise_offsets(
-            table, bags.index, bags.offsets, no, 0, no, bags.weights(rows)
-        )
-        out = out.view(*shape, scale.shape[0]).mul_(scale)
+        bags = few[count - 1]
+        out = _bag_of_bytes(table, bags.index, bags.offsets, False, 0, False, bags.weights(rows))
+        out = out.view(count, -1)[:, : scale.shape[0]] * scale
     else:
-        out = _of_two_bytes(rows, by_bytes).view(*shape, scale.shape[0])
+        out = _of_two_bytes(rows, by_bytes)
+    out = out.view(*shape, scale.shape[0])
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
@@ -144,6 +153,6 @@ def _of_two_bytes(rows: Tensor, by_bytes: Any) -> Tensor:
     rest = rows / part
     whole = rest.round()
     both = torch.cat([whole, rest.sub_(whole).mul_(126)])
-    out = quantized.linear_with_input_q_dq_qweight_dq_output_fp32(both, 1.0, 64, by_bytes)
+    out = _product_of_bytes(both, 1.0, 64, by_bytes)
     count = rows.shape[0]
     return out[:count].add_(out[count:], alpha=1 / 126).mul_(part)
