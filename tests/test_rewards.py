@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from ironfn.rewards.gym import Task, gym_pool, gym_reward, rows
 from ironfn.rewards.manager import Graded, Reward, RewardError, grade, tally
 from ironfn.rewards.text import keyword, matching, pattern, sections, soft_keyword
 from ironfn.rewards.values import Completion, Failure, Result, Score
+from ironfn.rewards.waiting import readable
 from ironfn.rewards.worker import Limits
 
 ROOT = Path(__file__).parents[1]
@@ -190,6 +192,21 @@ def test_what_a_killed_function_started_dies_with_it(tmp_path: Path) -> None:
     while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < end, "the child outlived its parent"
         time.sleep(0.01)
+
+
+def test_files_of_high_numbers_can_be_waited_for() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    out, into = os.pipe()
+    high = os.dup2(out, 1500)
+    try:
+        assert readable([high], 0.01) == []
+        os.write(into, b"x")
+        assert readable([high], None) == [high]
+    finally:
+        for file in (out, into, high):
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_worker_ends_with_its_pool() -> None:

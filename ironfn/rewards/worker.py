@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from attrs import frozen
 
 from ironfn.rewards.values import Failure, Result, result_of
+from ironfn.rewards.waiting import readable
 
 LONGEST = 1 << 20
 """Bytes of an answer that are read before the process counts as one that babbles."""
@@ -94,7 +94,7 @@ class Worker:
         assert self._process.stdout is not None
         while b"\n" not in self._read:
             left = end - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            if left <= 0 or not readable([self._process.stdout.fileno()], left):
                 raise TimeoutError
             got = self._process.stdout.read(1 << 16)
             if not got:
