@@ -24,7 +24,7 @@ from ironfn.generate.pieces import Part, Piece, Stretches, Text, cut, pieces, te
 from ironfn.model.attention import Attention
 from ironfn.model.causal import PLAIN, Look, causal, sdpa
 
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._op
 
 _BLOCK = 512
 """Rows M whose scores are written out at a time."""
@@ -119,12 +119,14 @@ def _slots(stretches: Iterable[Stretches], device: torch.device) -> Tensor:
 def _planned(
     found: Sequence[Text], pad: Callable[[Text], bool], device: torch.device, window: int, plain: bool
 ) -> _Plan:
+    of_one_run = plain and device.type == "cpu"
+    if of_one_run and not window and (lone := _lone(found)):
+        return _Plan([], lone, [], [], torch.empty(0), None, None)
     fresh = [text.rows for text in found if text.part.start == 0 and text.part.count > 1]
     many = [text for text in found if pad(text)]
     seen = pieces((text for text in found if text.rows not in fresh and not pad(text)), window)
     times = Counter(row for piece in seen for row in piece.rows)
     single, joint = _split(seen, lambda piece: all(times[row] == 1 for row in piece.rows))
-    of_one_run = plain and device.type == "cpu"
     runs, alone = _split(single, lambda p: of_one_run and len(p.rows) == len(p.stretches) == 1 and not p.masked)
     made: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(row for piece in joint for row in piece.rows):
@@ -143,6 +145,17 @@ def _planned(
         padded=_padded(many, at, window) if many else None,
         order=None if order == list(range(len(rows))) else torch.tensor(order, device=device),
     )
+
+
+def _lone(found: Sequence[Text]) -> list[tuple[int, int, int]]:
+    """Return the runs of texts that want a token each and share nothing, as most passes have them; else none."""
+    runs: dict[int, tuple[int, int, int]] = {}
+    for text in found:
+        stretches = text.part.stretches
+        if text.part.count > 1 or len(stretches) > 1 or stretches[0][0] in runs:
+            return []
+        runs[stretches[0][0]] = (text.rows[0], *stretches[0])
+    return list(runs.values())
 
 
 def _split(found: Iterable[Piece], test: Callable[[Piece], bool]) -> tuple[list[Piece], list[Piece]]:

@@ -281,8 +281,8 @@ def absorb(
     copies: list[Copy] = []
     for row, count in zip(work.rows, work.counts, strict=True):
         cached = row.cached + count
-        after[row] = [evolve(row, cached=cached)]
         if cached < len(row.ids):
+            after[row] = [evolve(row, cached=cached)]
             continue
         ids = [(*row.ids, new) for new in next(draws)]
         after[row] = [evolve(row, ids=ids[0], cached=cached, forks=0)]
