@@ -152,7 +152,7 @@ def _lone(found: Sequence[Text]) -> list[tuple[int, int, int]]:
     runs: dict[int, tuple[int, int, int]] = {}
     for text in found:
         stretches = text.part.stretches
-        if text.part.count > 1 or len(stretches) > 1 or stretches[0][0] in runs:
+        if text.part.count != 1 or len(stretches) != 1 or stretches[0][0] in runs:
             return []
         runs[stretches[0][0]] = (text.rows[0], *stretches[0])
     return list(runs.values())
