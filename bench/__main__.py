@@ -16,6 +16,7 @@ PARTS = MappingProxyType(
         "interop": ("interop", "evals"),
         "generate": ("decoding", "batching", "serving"),
         "sft": ("lessons", "finetuning"),
+        "dpo": ("preferring",),
     }
 )
 """The modules whose figures make a part, the quick ones first."""

@@ -73,9 +73,9 @@ class Tuner:
     peak: float = 0.0
 
     @classmethod
-    def start(cls, name: str, folder: Path) -> Self:
+    def start(cls, name: str, folder: Path, module: str) -> Self:
         """Start the process, and wait until it is ready."""
-        command = [sys.executable, "-m", "bench.tuners", name, str(folder)]
+        command = [sys.executable, "-m", module, name, str(folder)]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parents[1]
@@ -109,7 +109,7 @@ class Tuner:
         self.process.wait()
 
     def __str__(self) -> str:
-        work = f"{self.tokens} tokens trained in {self.steps} steps, {self.speed:.1f} a second"
+        work = f"{self.tokens} tokens or pairs trained in {self.steps} steps, {self.speed:.1f} a second"
         return f"{self.name} {work} ({self.tokens / self.processor:.1f} of processor), {self.peak / 1e6:.0f} MB"
 
 
@@ -118,10 +118,10 @@ def _line(stream: IO[str] | None) -> list[float]:
     return [float(word) for word in stream.readline().split()]
 
 
-def alternating(names: Sequence[str], folder: Path) -> list[Tuner]:
-    """Train an epoch each way, a step of each in turn."""
+def alternating(names: Sequence[str], folder: Path, module: str = "bench.tuners") -> list[Tuner]:
+    """Train an epoch each way, a step of each in turn. module: what the processes run."""
     with ExitStack() as stack:
-        tuners = [stack.enter_context(Tuner.start(name, folder)) for name in names]
+        tuners = [stack.enter_context(Tuner.start(name, folder, module)) for name in names]
         for turn in range(1 + max(tuner.steps for tuner in tuners)):
             for tuner in tuners:
                 if turn <= tuner.steps:

@@ -196,8 +196,14 @@ TUNERS: MappingProxyType[str, Callable[[Path], None]] = MappingProxyType(
     }
 )
 
+
+def memory() -> int:
+    """Return the most bytes that this process had in memory, but for those of files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return peak_memory(torch.device("cpu")) - int(status["RssFile"].split()[0]) * 1024
+
+
 if __name__ == "__main__":
     with suppress(Finished):
         TUNERS[sys.argv[1]](Path(sys.argv[2]))
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    say(peak_memory(torch.device("cpu")) - int(status["RssFile"].split()[0]) * 1024)
+    say(memory())
