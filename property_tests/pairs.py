@@ -50,7 +50,6 @@ def random_pairs(arch: Arch, rows: int, length: int, seed: int) -> list[list[Tri
         size = int(torch.randint(low, high + 1, (1,), generator=g))
         return torch.randint(0, arch.vocab, (size,), generator=g).tolist()
 
-    each = length // 4  # so that two pairs fit, each of a prompt and completions of a third of that
     count = [1 + int(torch.randint(0, 2, (1,), generator=g)) for _ in range(rows)]
-    most = max(1, each // 2)
+    most = length // 6  # so that two pairs fit
     return [[(ids(1, most + 1), ids(1, most), ids(1, most)) for _ in range(n)] for n in count]

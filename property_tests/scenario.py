@@ -19,6 +19,8 @@ from ironfn.layout.fsdp import fetch, shard_table
 from ironfn.layout.table import by_path, shard, unshard
 from ironfn.layout.zero import share_updates
 from ironfn.loss.lm import lm_loss
+from ironfn.loss.pairs import pair_loss
+from ironfn.loss.preference import dpo
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.mesh.pairs import reduce
@@ -34,6 +36,7 @@ from ironfn.optim.presets import make_optimizer, whole_work
 from ironfn.spec.adapter_records import AdapterSpec
 from ironfn.spec.records import AdamWSpec, ModelSpec, MoeSpec, OptimSpec
 from ironfn.types import Batch, Loss, LossSum, Params
+from property_tests.pairs import pair_rows, random_pairs
 from property_tests.strategies import batch_of, families, params_of
 
 STEPS = 2
@@ -119,7 +122,11 @@ def adapter_of(spec: AdapterSpec, arch: Arch, base: Params) -> Params:
 
 
 def objective(name: str, arch: Arch, how: Forward) -> Loss:
-    return {"lm": lambda: lm_loss(arch, how, chunk=5), "squares": lambda: squared_states(arch, how)}[name]()
+    return {
+        "lm": lambda: lm_loss(arch, how, chunk=5),
+        "squares": lambda: squared_states(arch, how),
+        "pairs": lambda: pair_loss(arch, dpo(0.5), how=how, chunk=3),
+    }[name]()
 
 
 def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, float]]]:
@@ -162,7 +169,11 @@ def outcome(scenario: Scenario, mesh: Mesh) -> tuple[Params, list[dict[str, floa
     )
     mine, fixed = (shard(tree.clone(leaves), layout, mesh) for leaves in (params, fixed))
     state, seen = State(0, mine, opt.init(mine), extra={"fixed": fixed} if fixed else {}), []
-    batch = batch_of(arch, scenario.rows, LENGTH, scenario.seed, scenario.documents)
+    if scenario.objective == "pairs":
+        texts = random_pairs(arch, scenario.rows, LENGTH, scenario.seed)
+        batch = pair_rows(texts, LENGTH, once=True, reference=0.3)
+    else:
+        batch = batch_of(arch, scenario.rows, LENGTH, scenario.seed, scenario.documents)
     if scenario.adapter.kind in ("prompt", "prefix"):
         batch = with_virtual(batch, scenario.adapter.tokens, LENGTH)
     if scenario.idle is not None and scenario.idle < scenario.rows:
@@ -209,6 +220,7 @@ def scenarios(draw: st.DrawFn, ranks: int | None = None, largest: int = 4) -> Sc
     # where ranks with other rows work together on a micro-batch, all need as many; elsewhere one may have none
     even = micro == 1 and (ep > 1 or shared_out == "fsdp")
     rows = dp * ep * draw(st.integers(1, 2)) if even else draw(st.integers(1, 2 * dp * ep))
+    objective = draw(st.sampled_from(["lm", "squares", "pairs"]))
     return Scenario(
         dp=dp,
         tp=tp,
@@ -219,24 +231,24 @@ def scenarios(draw: st.DrawFn, ranks: int | None = None, largest: int = 4) -> Sc
         model=draw(families(tp, moe)),
         vocab=draw(st.integers(11, 17)),
         optimizer=draw(st.sampled_from(["adamw", "muon"])),
-        objective=draw(st.sampled_from(["lm", "squares"])),
+        objective=objective,
         rows=rows,
         micro=micro,
         remat=draw(st.booleans()),
-        dropout=draw(st.booleans()),
+        dropout=objective != "pairs" and draw(st.booleans()),
         documents=draw(st.booleans()),
         bucket=draw(st.sampled_from([25 << 20, 64])),
         seed=draw(st.integers(0, 99)),
-        adapter=draw(adapters(moe)) if draw(st.booleans()) else AdapterSpec(),
+        adapter=draw(adapters(moe, virtual=objective != "pairs")) if draw(st.booleans()) else AdapterSpec(),
     )
 
 
 @st.composite
-def adapters(draw: st.DrawFn, moe: MoeSpec) -> AdapterSpec:
+def adapters(draw: st.DrawFn, moe: MoeSpec, virtual: bool = True) -> AdapterSpec:
     """Draw what is trained beside a frozen model."""
     plain, rest = ["all-linear", "attn/w[qv]", "attn/wo"], ["embed/tokens", "head/w"]
     rest += ["mlp/experts"] if moe.experts else []
-    kind = draw(st.sampled_from(["any", "dropout", "dora", "prompt", "prefix"]))
+    kind = draw(st.sampled_from(["any", "dropout", "dora", *(["prompt", "prefix"] if virtual else [])]))
     if kind in ("prompt", "prefix"):
         return AdapterSpec(kind=kind, tokens=draw(st.integers(1, 3)))
     patterns = plain if kind == "dropout" else [*plain, "head/w"] if kind == "dora" else [*plain, *rest]
