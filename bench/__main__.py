@@ -17,6 +17,7 @@ PARTS = MappingProxyType(
         "generate": ("decoding", "batching", "serving"),
         "sft": ("lessons", "finetuning"),
         "dpo": ("preferring",),
+        "rewards": ("rewards",),
     }
 )
 """The modules whose figures make a part, the quick ones first."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -116,6 +119,16 @@ def test_rubbish_is_wrong_and_breaks_nothing(pool: Pool) -> None:
     rubbish = ["\\frac{", "}{", "\\", "$$", "\x00", "𝟙", "\\begin{matrix}", "{" * 200, "x" * 499, "exit()", "\n"]
     for each in rubbish:
         assert worth(pool, "4", each) == Score(0.0), each
+
+
+def test_the_code_of_the_page_gives_what_the_page_says() -> None:
+    page = (Path(__file__).parents[1] / "docs/rewards.md").read_text(encoding="utf-8")
+    space: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0], space)
+    assert space["graded"][0][0].total == 1.2
+    told = {"math/mean": 1.0, "math/failed": 0, "form/mean": 1.0, "form/failed": 0}
+    assert space["tally"](space["graded"]) == told
+    assert str(told) in page
 
 
 def test_without_math_verify_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
