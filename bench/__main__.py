@@ -15,7 +15,7 @@ PARTS = MappingProxyType(
         "mesh": ("states", "saving", "ledger", "experts", "reduction", "law"),
         "interop": ("interop", "evals"),
         "generate": ("decoding", "batching", "serving"),
-        "sft": ("lessons", "finetuning"),
+        "sft": ("lessons", "quantized", "finetuning"),
         "dpo": ("preferring",),
         "rewards": ("rewards",),
     }

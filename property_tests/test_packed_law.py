@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironfn import tree
+from ironfn.algo.step import State, make_step
 from ironfn.data.dataset import Dataset, batch_at, eval_batches, rows_at, share_at
 from ironfn.data.packed import PackedStore
-from ironfn.grad.value_and_grad import value_and_grad
+from ironfn.grad.value_and_grad import accumulate, value_and_grad
 from ironfn.loss.lm import lm_loss
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.arch import complete
 from ironfn.model.init import init
 from ironfn.model.tables import table
+from ironfn.optim.adamw import adamw
 from ironfn.spec.records import ModelSpec
 from ironfn.types import Batch
 from tests.data_stores import dataset, hold_packed
@@ -140,6 +142,14 @@ def test_a_text_learns_in_a_full_row_what_it_learns_alone(model: tuple, case: Ca
     torch.testing.assert_close(packed.total, alone.total, rtol=1e-9, atol=1e-12)
     for path, leaf in tree.flatten(grads).items():
         torch.testing.assert_close(leaf, tree.flatten(expected)[path], rtol=1e-9, atol=1e-12)
+    # and through a whole step, a row at a time: nothing that keeps texts apart is lost on the way
+    optimizer = adamw()
+    step = make_step(accumulate(vg, 1), optimizer, lambda s: 0.1)
+    _, told = step(State(0, params, optimizer.init(params)), rows_at(case.data, range(case.data.rows), seed))
+    weight = float(alone.weight)
+    assert told["loss"] == pytest.approx(float(alone.total) / weight, rel=1e-9)
+    squares = sum(float(leaf.square().sum()) for leaf in tree.leaves(expected))
+    assert told["grad_norm"] == pytest.approx(squares**0.5 / weight, rel=1e-9)
 
 
 def rows_of_their_own(case: Case) -> Batch:

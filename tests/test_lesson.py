@@ -215,6 +215,34 @@ def test_texts_that_are_too_long(make: Any, overlong: str) -> None:
     assert store.fit.lost_targets == (0 if overlong == "split" else int(text.trained.sum()))
 
 
+@pytest.mark.parametrize("short", [0, 1], ids=["fits", "cut"])
+def test_an_end_is_learned_where_it_is_there_and_never_made_up(make: Any, short: int) -> None:
+    """The fault: an end that is lost, or invented, only where a text is cut."""
+    spec, lesson = make([{"prompt": "a b", "completion": " c d e f"}])
+    (text,) = supervised(parse(Row({"prompt": "a b", "completion": " c d e f"}, "p"), {}), lesson.teaching)
+    spec = evolve(spec, split=SplitSpec(validation=0), length=len(text.ids) - 1 - short)
+    prepare(spec, lesson=lesson)
+    batch = rows_at(open_dataset(spec, "train", lesson), [0], 0)
+    assert batch["targets"][0].tolist() == text.ids[1 : len(text.ids) - short].tolist()
+    assert batch["weight"][0].bool().tolist() == text.trained[1 : len(text.ids) - short].tolist()
+    assert (batch["targets"][0, -1] == lesson.teaching.end) == (not short)
+
+
+def test_what_fills_a_row_is_no_end_though_it_is_the_same_id(make: Any) -> None:
+    """The fault: padding with the end's id hides the end, and the model never stops."""
+    spec, lesson = make([{"prompt": "a", "completion": "b"}, {"prompt": "aa", "completion": "bb cc"}])
+    lesson = evolve(lesson, teaching=Teaching(lesson.teaching.vocabulary))
+    spec = evolve(spec, split=SplitSpec(validation=0))
+    prepare(spec, lesson=lesson)
+    data = open_dataset(spec, "train", lesson)
+    batch = rows_at(data, [0], 0)
+    end, (targets, weight, segment) = data.eos, (batch[name][0] for name in ("targets", "weight", "segment"))
+    assert lesson.teaching.end == end == int(targets[-1])
+    assert (targets[segment == -1] == end).all()
+    assert not weight[segment == -1].any()
+    assert int((weight[targets == end] > 0).sum()) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -284,6 +284,21 @@ def test_prompt_and_completion_meet_where_they_do_when_it_answers(begin: tuple[i
     assert text.trained.tolist() == [False] + [True] * (len(text.ids) - 1)  # nothing stands before the first
 
 
+def test_a_text_begins_once_where_both_its_template_and_its_tokenizer_begin_it() -> None:
+    """The fault: the first id twice."""
+    tokenizer: Any = Tokenizer.from_buffer(tokenizer_json())
+    first = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", first)])
+    assert tokenizer.encode("a").ids[0] == first
+    vocabulary = vocabulary_of(tokenizer.to_str().encode(), "toy")
+    chat = chat_of(vocabulary, "{{ bos_token }}" + TEMPLATES["chatml"], SPECIALS)
+    try:
+        (text,) = taught(TURNS, Teaching(vocabulary, chat, begin_of(vocabulary)))
+    finally:
+        chat.renderer.close()
+    assert (text.ids == first).nonzero()[0].tolist() == [0]
+
+
 def test_tokens_are_taken_as_they_are() -> None:
     teaching = Teaching(toy(False))
     (text,) = taught({"input_ids": [2, 3, 4, 2, 5], "labels": [2, -100, 4, 2, -100]}, teaching)
