@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from ironfn.rewards import sandbox as place
 from ironfn.rewards import seccomp
@@ -35,7 +36,7 @@ def sandbox() -> Sandbox:
 @pytest.fixture(scope="module")
 def patient() -> Sandbox:
     """A sandbox that a busy machine does not make late."""
-    return Sandbox(Bounds(seconds=30.0, wall=60.0))
+    return Sandbox(evolve(SMALL, seconds=30.0, wall=60.0, output=8 * MIB))
 
 
 def graded(sandbox: Sandbox, text: str, tests: Any, **options: Any) -> Result:
@@ -161,10 +162,10 @@ def test_tests_that_test_nothing_are_no_score(patient: Sandbox, tests: Any) -> N
     assert "tests" in result.what
 
 
-def test_what_a_program_can_take_is_bounded(sandbox: Sandbox) -> None:
+def test_what_a_program_can_take_is_bounded(patient: Sandbox) -> None:
     def count(body: str) -> int:
         source = f"import os, time\ndef f():\n  n = 0\n  try:\n{body}\n  except (OSError, MemoryError): return n"
-        ran = sandbox.call(source, "f", [[]])
+        ran = patient.call(source, "f", [[]])
         assert isinstance(ran, Ran)
         return int(ran.output.decode().removeprefix('{"value": ').removesuffix("}\n"))
 
@@ -177,9 +178,33 @@ def test_what_a_program_can_take_is_bounded(sandbox: Sandbox) -> None:
     assert 50 < count("    kept = []\n    while True:\n      kept.append(os.dup(0))\n      n += 1") < 64
 
 
-def test_a_program_sees_nothing_of_the_machine(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import time\nwhile True: time.sleep(1)", "time"),
+        ("import os, time\nwhile True:\n  os.write(1, b'x')\n  time.sleep(0.001)", "time"),
+        ("while True: print('x' * 999)", "output"),
+        ("for n in range(10**6): open(f'/tmp/{n}', 'w').close()\nwhile True: pass", "files"),
+        ("import os\nfor n in range(10**6): os.mkdir(f'/tmp/{n}')\nwhile True: pass", "files"),
+    ],
+)
+def test_what_a_program_has_used_up_is_told(program: str, why: str) -> None:
+    wall = 2.0 if why == "time" else 60.0
+    ran = Sandbox(Bounds(seconds=60.0, wall=wall, names=500)).feed(program, "")
+    assert isinstance(ran, Ran)
+    assert (ran.code, ran.why) == (None, why)
+    assert 0 <= len(ran.output) < Bounds().output + (1 << 16)
+
+
+def test_a_program_starts_no_other_unless_it_may() -> None:
+    source = "import os\ndef f():\n  try: return os.fork()\n  except OSError: return -1"
+    ran = Sandbox(Bounds(seconds=30.0, wall=60.0)).call(source, "f", [[]])
+    assert ran == Ran(b'{"value": -1}\n', 0, "done")
+
+
+def test_a_program_sees_nothing_of_the_machine(patient: Sandbox) -> None:
     looks = "[os.listdir('/'), dict(os.environ), os.getpid(), os.getuid(), os.uname().nodename]"
-    ran = sandbox.call(f"import os\ndef f(): return {looks}", "f", [[]])
+    ran = patient.call(f"import os\ndef f(): return {looks}", "f", [[]])
     assert isinstance(ran, Ran)
     root, environment, pid, user, name = json.loads(ran.output)["value"]
     assert not {"root", "home", "etc", "proc", "sys", "work", "var", "run", "bin"} & set(root)

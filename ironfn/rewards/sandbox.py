@@ -28,6 +28,10 @@ from ironfn.rewards.values import Failure
 from ironfn.rewards.waiting import readable
 
 NOBODY = 65534
+START = 60.0
+"""Seconds that a place may take to come to be."""
+LOOK = 0.05
+"""Seconds between two looks at how many files there are."""
 REMEDY = (
     "install bubblewrap (Debian, Ubuntu: apt-get install -y bubblewrap; Fedora: dnf install bubblewrap) on a Linux "
     "that lets users make namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0; in a "
@@ -40,18 +44,20 @@ REMEDY = (
 class Bounds:
     """Say what one run may take. seconds: of the processor, each process; wall: of the clock, all together.
 
-    memory: bytes of each process; processes: also threads; files: bytes that may be written, in all; output: bytes.
+    memory: bytes of each process; processes: also threads, so that 1 lets a program start none; files: bytes that may
+    be written, in all; names: how many files there may be; output: bytes.
     """
 
     seconds: float = 5.0
     wall: float = 10.0
     memory: int = 256 << 20
-    processes: int = 4
+    processes: int = 1
     files: int = 16 << 20
+    names: int = 4096
     output: int = 1 << 20
 
     def __attrs_post_init__(self) -> None:
-        if min(self.seconds, self.wall, self.memory, self.processes, self.files, self.output) <= 0:
+        if min(self.seconds, self.wall, self.memory, self.processes, self.files, self.names, self.output) <= 0:
             raise ValueError(f"a sandbox needs limits above 0; they are {self}")
 
     def limits(self) -> dict[str, int]:
@@ -71,11 +77,27 @@ class Bounds:
 
 @frozen
 class Ran:
-    """Hold what a program wrote. why: it came to an end (``done``), or used up its ``time`` or its ``output``."""
+    """Hold what a program wrote. why: it has ended (``done``), or used up its ``time``, ``output`` or ``files``."""
 
     output: bytes
     code: int | None
     why: str
+
+
+@frozen
+class _First:
+    """Hold the first process of a place, with which all others in it die: its number and a handle of it."""
+
+    pid: int
+    handle: int
+
+    def files(self) -> int:
+        """Return how many files are in its /tmp: each takes memory that is nobody's, and no option bounds them."""
+        try:
+            seen = os.statvfs(f"/proc/{self.pid}/root/tmp")
+        except OSError:  # it has just ended
+            return 0
+        return seen.f_files - seen.f_ffree
 
 
 class Sandbox:
@@ -91,7 +113,7 @@ class Sandbox:
         said: list[str] = []
         for python in dict.fromkeys((_python(), "/usr/bin/python3")):
             self._command = [found, *_around(python, self.bounds), "--", *_inside(python, self._guard)]
-            ran = self._run(_asked("print(6 * 7)", text=""), Bounds(wall=60.0))
+            ran = self._run(_asked("print(6 * 7)", text=""), Bounds(seconds=60.0, wall=60.0))
             if ran == Ran(b"42\n", 0, "done"):
                 return
             said.append(f"{python}: {ran.what if isinstance(ran, Failure) else ran}")
@@ -107,15 +129,14 @@ class Sandbox:
         return self._run(_asked(program, text=text), self.bounds)
 
     def _run(self, asked: Mapping[str, Any], bounds: Bounds) -> Ran | Failure:
-        end = time.monotonic() + bounds.wall
         with contextlib.ExitStack() as stack:
             given = stack.enter_context(tempfile.TemporaryFile())
             given.write(json.dumps({**asked, "limits": bounds.limits()}).encode())
             given.seek(0)
             told = stack.enter_context(tempfile.TemporaryFile())
             process, info = _start(self._command, self._filter, given.fileno(), told.fileno())
-            stack.callback(_end, process, first := _first(info, end))
-            output, why = _read(process, end, bounds.output)
+            stack.callback(_end, process, first := _first(info))
+            output, why = _read(process, first, bounds)
             _end(process, first)
             told.seek(0)
             ready, began, rest = output.partition(b"\n")
@@ -181,50 +202,56 @@ def _start(command: Sequence[str], rules: bytes, given: int, told: int) -> tuple
     return process, info_out
 
 
-def _first(info: int, end: float) -> int | None:
-    """Return a handle of the place's first process, with which all others in it die. None where none came to be."""
+def _first(info: int) -> _First | None:
+    """Return the first process of the place. None where none came to be."""
     said = b""
+    end = time.monotonic() + START
     with os.fdopen(info, "rb", buffering=0) as file:
         while b"}" not in said:
-            if not readable([file.fileno()], end - time.monotonic()):
-                return None
-            got = file.read(4096)
-            if not got:
+            if not readable([file.fileno()], end - time.monotonic()) or not (got := file.read(4096)):
                 return None
             said += got
+    pid = json.loads(said)["child-pid"]
     with contextlib.suppress(ProcessLookupError):
-        return os.pidfd_open(json.loads(said)["child-pid"])
+        return _First(pid, os.pidfd_open(pid))
     return None
 
 
-def _read(process: subprocess.Popen[bytes], end: float, most: int) -> tuple[bytes, str]:
-    """Read what is written until the program has ended, is late, or has written too much."""
+def _read(process: subprocess.Popen[bytes], first: _First | None, bounds: Bounds) -> tuple[bytes, str]:
+    """Read what is written until the program has ended, is late, or has written too much.
+
+    Its clock starts with the first word of the guard: how long a busy machine takes to get there is not its fault.
+    """
     assert process.stdout is not None
-    over = os.pidfd_open(process.pid)
-    parts: list[bytes] = []
-    size, ended, open_still = 0, False, True
+    over, out = os.pidfd_open(process.pid), process.stdout.fileno()
+    end = time.monotonic() + START
+    output = bytearray()
+    ended, open_still = False, True
     try:
         while True:
-            watched = [process.stdout.fileno(), over] if open_still else [over]
-            ready = readable(watched, 0.0 if ended else end - time.monotonic())
-            if process.stdout.fileno() in ready:
+            left = end - time.monotonic()
+            if not ended and left <= 0:
+                return bytes(output), "time"
+            if not ended and output and first is not None and first.files() > bounds.names:
+                return bytes(output), "files"
+            ready = readable([out, over] if open_still else [over], 0.0 if ended else min(left, LOOK))
+            if out in ready:
+                if not output:
+                    end = time.monotonic() + bounds.wall
                 got = process.stdout.read(1 << 16)
                 open_still = bool(got)
-                parts.append(got)
-                size += len(got)
-                if size > most:
-                    return b"".join(parts), "output"
+                output += got
+                if len(output) > bounds.output:
+                    return bytes(output), "output"
             elif over in ready:
                 if ended:
-                    return b"".join(parts), "done"
+                    return bytes(output), "done"
                 ended = True  # once more around for what was written just before
-            else:
-                return b"".join(parts), "time"
     finally:
         os.close(over)
 
 
-def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
+def _end(process: subprocess.Popen[bytes], first: _First | None) -> None:
     """Kill all that is left, and wait until it is gone: the first process of a place ends after all others."""
     if process.stdout is None or process.stdout.closed:
         return
@@ -233,7 +260,7 @@ def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
         process.kill()
     else:
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(first, signal.SIGKILL)
-        readable([first], None)
-        os.close(first)
+            signal.pidfd_send_signal(first.handle, signal.SIGKILL)
+        readable([first.handle], None)
+        os.close(first.handle)
     process.wait()
