@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    ("types", "tree", "rng"),
+    ("types", "tree", "rng", "pages"),
     ("spec",),
     ("mesh",),
     ("layout",),

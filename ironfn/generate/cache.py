@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from ironfn import pages
 from ironfn.mesh.axis import Mesh
 from ironfn.model.arch import Arch
 
@@ -29,11 +30,12 @@ def make_pool(
 ) -> Pool:
     """Return a pool of ``count`` blocks of ``size`` tokens.
 
-    It is of zeros, because a masked product with what happens to lie in memory may be no number.
+    It is of zeros, because a masked product with what happens to lie in memory may be no number; and in large pages,
+    because a text's keys are a piece of each head.
     """
     heads, width = _heads(arch, mesh)
     shape = (heads, count * size, width)
-    keys, values = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(arch.layers)) for _ in range(2))
+    keys, values = (tuple(pages.zeros(shape, dtype, device) for _ in range(arch.layers)) for _ in range(2))
     return Pool(keys, values)
 
 

@@ -16,6 +16,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
+from ironfn import pages
 from ironfn.model.weights import Times
 
 mkldnn: Any = torch.ops.mkldnn
@@ -81,7 +82,7 @@ def float32(w: Tensor) -> Times:
     if w.numel() >= _SMALL:
         more = partial(_times_blocked, mkldnn._reorder_linear_weight(w.t().contiguous(), 32), w.shape[1])
     table, (bags,) = _parted(w, 1)
-    return partial(_times_float32, table, bags, w.shape[1], more)
+    return partial(_times_float32, pages.copied(table), bags, w.shape[1], more)
 
 
 def _times_float32(table: Tensor, bags: _Bags, outputs: int, more: Times, x: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def bytes_of(whole: Tensor, scale: Tensor) -> Times:
     table = (table.to(torch.int16) + 128).to(torch.uint8)
     # fbgemm's rows end with what each of their numbers is multiplied by and what is then added
     ends = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(table), -1)
-    return partial(_times_bytes, torch.cat([table, ends], 1), few, _by_fbgemm(whole, scale), scale)
+    return partial(_times_bytes, pages.copied(torch.cat([table, ends], 1)), few, _by_fbgemm(whole, scale), scale)
 
 
 def _by_fbgemm(whole: Tensor, scale: Tensor) -> Any:
