@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,13 @@ def graded(sandbox: Sandbox, text: str, tests: Any, **options: Any) -> Result:
     return code_reward(sandbox, **options)(Completion("", text, {"tests": tests}))
 
 
+def let_in(folder: Path) -> None:
+    """Let everybody into a folder of the tests."""
+    for path in (folder, *folder.parents):
+        if path.stat().st_uid == os.getuid() and path.is_relative_to(tempfile.gettempdir()):
+            path.chmod(path.stat().st_mode | 0o055)
+
+
 def inhabitants(namespace: str) -> list[int]:
     """Return the processes of this machine that live in a namespace of processes."""
     found: list[int] = []
@@ -75,8 +83,7 @@ def test_a_hostile_program_neither_passes_nor_escapes_nor_lives_on(
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # nothing but the sandbox keeps anybody from it
-        folder.chmod(0o755)
+    let_in(tmp_path)  # nothing but the sandbox keeps anybody from it
     monkeypatch.setenv("REWARD_SECRET", SECRET)
     before = sorted(os.listdir(tmp_path)), os.listdir("/dev")
     case = {"args": [str(secret), os.getpid()], "expected": SECRET}
@@ -250,13 +257,22 @@ def denied(path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("made", "said"), [(no_bwrap, "no bubblewrap here"), (denied, "No permissions to create")])
+def broken(path: Path) -> str:
+    script = path / "bwrap"
+    script.write_text("#!/no/such/shell\n")
+    script.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [(no_bwrap, "no bubblewrap here"), (denied, "No permissions to create"), (broken, "did not start")],
+)
 def test_without_a_sandbox_nothing_starts(
     made: Callable[[Path], str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     which = shutil.which
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_in(tmp_path)
     path = made(tmp_path)
     monkeypatch.setattr(place.shutil, "which", lambda name: which(name, path=path))
     with pytest.raises(ValueError, match=f"(?s){said}.*apt-get install -y bubblewrap"):

@@ -134,7 +134,10 @@ class Sandbox:
             given.write(json.dumps({**asked, "limits": bounds.limits()}).encode())
             given.seek(0)
             told = stack.enter_context(tempfile.TemporaryFile())
-            process, info = _start(self._command, self._filter, given.fileno(), told.fileno())
+            try:
+                process, info = _start(self._command, self._filter, given.fileno(), told.fileno())
+            except OSError as error:
+                return Failure("refused", f"the sandbox did not start: {error}")
             stack.callback(_end, process, first := _first(info))
             output, why = _read(process, first, bounds)
             _end(process, first)
