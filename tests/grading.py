@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
+from drivers.graders import function_pool, function_reward
 from ironfn.rewards.values import Completion
 
 
@@ -50,3 +53,15 @@ def misbehave(completion: Completion) -> object:
         case _:
             return 0.25
     return 0.5
+
+
+def leave_behind() -> None:
+    """Have a process stall, say which it is, and die before its time is over."""
+    pool = function_pool("tests.grading:misbehave", seconds=2.0)
+    grade = function_reward(pool)
+    threading.Thread(target=grade, args=[[Completion("", "stall")]], daemon=True).start()
+    while (process := pool._workers[0]._process) is None:
+        time.sleep(0.01)
+    time.sleep(1.0)
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +32,14 @@ def texts(*written: str, **row: Any) -> list[Completion]:
 
 def kinds(results: Any) -> list[Any]:
     return [result.kind if isinstance(result, Failure) else result.value for result in results]
+
+
+def gone(pid: int) -> None:
+    """Wait until a process has ended."""
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end, "it lives on"
+        time.sleep(0.01)
 
 
 def by_text(completion: Completion) -> float:
@@ -170,6 +180,23 @@ def test_a_function_by_its_path_is_called_with_the_row() -> None:
             imported(path)
 
 
+def test_a_function_is_found_where_the_command_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_spec.py").write_text("def always(completion):\n    return 0.5\n")
+    with pytest.raises(ValueError, match="beside_the_spec"):
+        function_pool("beside_the_spec:always")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with function_pool("beside_the_spec:always") as pool:
+        assert function_reward(pool)(texts("a")) == [Score(0.5)]
+
+
+def test_a_process_outlives_its_parent_by_little() -> None:
+    """Its parent is stopped here, so nobody but the kernel's clock is left to end it."""
+    code = "from tests.grading import leave_behind; leave_behind()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    (pid,) = map(int, done.stdout.split())
+    gone(pid)
+
+
 def test_whatever_a_function_does_the_next_one_is_graded() -> None:
     bad = ["raise", "loop", "sleep", "stall", "die", "print", "write", "nan", "infinite", "text", "none", "huge"]
     with function_pool("tests.grading:misbehave", seconds=1.0, size=2) as pool:
@@ -187,11 +214,7 @@ def test_what_a_killed_function_started_dies_with_it(tmp_path: Path) -> None:
     where = tmp_path / "pid"
     with function_pool("tests.grading:misbehave", seconds=3.0) as pool:
         assert kinds(function_reward(pool)(texts("child", where=str(where)))) == ["timeout"]
-    pid = int(where.read_text())
-    end = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < end, "the child outlived its parent"
-        time.sleep(0.01)
+    gone(int(where.read_text()))
 
 
 def test_files_of_high_numbers_can_be_waited_for() -> None:
@@ -217,6 +240,11 @@ def test_a_worker_ends_with_its_pool() -> None:
     pool.close()
     assert process.returncode is not None
     assert pool.ask("a") == Score(1.0)  # and comes back when it is asked again
+    again = pool._workers[0]._process or pool._workers[-1]._process
+    assert again is not None
+    again.kill()
+    again.wait()
+    assert pool.ask("a") == Score(1.0)  # as after a death of its own
     pool.close()
     with pytest.raises(ValueError, match="above 0"):
         Limits(seconds=0)

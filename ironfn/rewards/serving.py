@@ -14,7 +14,7 @@ from typing import Any
 def serve(prepare: Callable[[Mapping[str, Any]], Callable[[Any], object]]) -> None:
     """Answer until standard input ends. prepare: from the settings to the function that answers a request.
 
-    The processor's clock ends a process whose parent can no longer do it. What is printed goes to standard error.
+    A clock of the kernel's ends a process whose parent can no longer do it. What is printed goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
@@ -24,9 +24,9 @@ def serve(prepare: Callable[[Mapping[str, Any]], Callable[[Any], object]]) -> No
     resource.setrlimit(resource.RLIMIT_AS, (first["memory"], first["memory"]))
     _say(answers, {})
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, 2 * first["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, 2 * first["seconds"])
         said = _answer(answer, json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _say(answers, said)
 
 

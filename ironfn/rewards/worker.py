@@ -51,6 +51,8 @@ class Worker:
 
     def ask(self, request: object) -> Result:
         """Return what the process answers to a JSON value, or how it failed. It is killed where it is late."""
+        if self._process is not None and self._process.poll() is not None:  # it died with nothing to do
+            self.close()
         if self._process is None:
             self._start()
             said = self._line(self._first, self._limits.start)
