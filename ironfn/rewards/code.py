@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -46,6 +47,25 @@ def code_reward(sandbox: Sandbox, *, field: str = "tests", partial: bool = False
         return Score(share if partial else float(share == 1.0))
 
     return grade
+
+
+def tests_of(entry: str, inputs: Sequence[str], outputs: Sequence[str], before: str = "") -> dict[str, Any]:
+    """Return the tests of a function whose arguments and values are written as Python, as in files of HumanEval.
+
+    inputs: tuples of arguments, such as ``(1, 2)``. ValueError for what is no literal, or no JSON.
+
+    >>> tests_of("add", ["(1, 2)"], ["3"])
+    {'entry': 'add', 'before': '', 'cases': [{'args': [1, 2], 'expected': 3}]}
+    """
+    cases: list[dict[str, Any]] = []
+    for given, expected in zip(inputs, outputs, strict=True):
+        try:
+            pair = ast.literal_eval(given), ast.literal_eval(expected)
+            args, value = json.loads(json.dumps(pair, allow_nan=False))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            raise ValueError(f"{given[:80]} -> {expected[:80]} is no test of JSON values: {error}") from None
+        cases.append({"args": args, "expected": value})
+    return {"entry": entry, "before": before, "cases": cases}
 
 
 def _checked(tests: Any) -> Mapping[str, Any]:
