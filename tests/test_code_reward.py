@@ -18,7 +18,7 @@ from attrs import evolve
 
 from ironfn.rewards import sandbox as place
 from ironfn.rewards import seccomp
-from ironfn.rewards.code import code_reward, program_of, same, tests_of
+from ironfn.rewards.code import code_reward, program_of, same, written_tests
 from ironfn.rewards.each import each
 from ironfn.rewards.sandbox import Bounds, Ran, Sandbox
 from ironfn.rewards.values import Completion, Failure, Result, Score
@@ -170,13 +170,13 @@ def test_tests_that_test_nothing_are_no_score(patient: Sandbox, tests: Any) -> N
 
 
 def test_tests_may_be_written_as_python(patient: Sandbox) -> None:
-    tests = tests_of("f", ["((1, 2), 'a')", "([], None)"], ["[(1, 2), 'a']", "[[], None]"], "def f(a, b):\n")
+    tests = written_tests("f", ["((1, 2), 'a')", "([], None)"], ["[(1, 2), 'a']", "[[], None]"], "def f(a, b):\n")
     assert tests["cases"][0] == {"args": [[1, 2], "a"], "expected": [[1, 2], "a"]}
     assert graded(patient, "    return [a, b]", tests) == Score(1.0)
     assert graded(patient, "    return [b, a]", tests) == Score(0.0)
     for given, expected in (("(1,)", "x"), ("(1,)", "{1}"), ("(open('x'),)", "1"), ("(", "1"), ("(1e999,)", "1")):
         with pytest.raises(ValueError, match="no test of JSON values"):
-            tests_of("f", [given], [expected])
+            written_tests("f", [given], [expected])
 
 
 def test_what_a_program_can_take_is_bounded(patient: Sandbox) -> None:

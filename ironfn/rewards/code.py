@@ -49,12 +49,12 @@ def code_reward(sandbox: Sandbox, *, field: str = "tests", partial: bool = False
     return grade
 
 
-def tests_of(entry: str, inputs: Sequence[str], outputs: Sequence[str], before: str = "") -> dict[str, Any]:
+def written_tests(entry: str, inputs: Sequence[str], outputs: Sequence[str], before: str = "") -> dict[str, Any]:
     """Return the tests of a function whose arguments and values are written as Python, as in files of HumanEval.
 
     inputs: tuples of arguments, such as ``(1, 2)``. ValueError for what is no literal, or no JSON.
 
-    >>> tests_of("add", ["(1, 2)"], ["3"])
+    >>> written_tests("add", ["(1, 2)"], ["3"])
     {'entry': 'add', 'before': '', 'cases': [{'args': [1, 2], 'expected': 3}]}
     """
     cases: list[dict[str, Any]] = []
