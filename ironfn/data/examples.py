@@ -56,6 +56,8 @@ def text_of(item: Item) -> str:
     if isinstance(item, Preference):
         return json.dumps([*map(text_of, item.examples), item.liked])
     example = item
+    if example.kind in ("completion", "text"):  # no JSON, which begins with a bracket, and takes longer than the rest
+        return f"{len(example.prompt)} {example.prompt}{example.completion}"
     plain = (example.messages, example.weights, example.tools, example.prompt, example.completion)
     return json.dumps((*plain, example.ids, example.trained), ensure_ascii=False, sort_keys=True)
 

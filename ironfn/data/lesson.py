@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import xxhash
 from attrs import frozen
 
@@ -119,6 +120,7 @@ def write_examples(
     def flush(least: int) -> None:
         for name, texts in waiting.items():
             if len(texts) >= least:
+                tally.splits[name].trained += int(np.concatenate([text.trained for text in texts]).sum())
                 tally.splits[name].bytes += writers[name].append(texts, lengths)
                 texts.clear()
 
@@ -136,7 +138,6 @@ def write_examples(
         tally.untaught += not learned
         counts.documents += len(learned)
         counts.tokens += sum(len(text.ids) for text in learned)
-        counts.trained += sum(int(text.trained.sum()) for text in learned)
         waiting[name] += learned
         flush(_TOGETHER)
     flush(1)
