@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,11 +23,8 @@ from drivers.references import referenced
 from drivers.trained import open_model
 from ironfn.algo.step import State, make_step
 from ironfn.data.dataset import Dataset, rows_at
-from ironfn.data.examples import examples
 from ironfn.data.opening import open_dataset
 from ironfn.data.pairs import PairStore
-from ironfn.data.preferences import Preference, parse_preference
-from ironfn.data.supervise import supervised
 from ironfn.grad.value_and_grad import value_and_grad
 from ironfn.loss.pairs import base_model, frozen_model, in_batch, pair_loss
 from ironfn.loss.preference import dpo
@@ -67,7 +65,7 @@ def ours(folder: Path, *, kept: bool = False) -> None:
 
 
 def theirs(folder: Path) -> None:
-    """Take the steps of `trl.DPOTrainer` with `peft`'s LoRA, in float32, on our ids, without gradient checkpointing."""
+    """Take the steps of `trl.DPOTrainer` with `peft`'s LoRA, in float32, without gradient checkpointing."""
     from datasets import Dataset as Rows
     from peft import LoraConfig
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -87,7 +85,7 @@ def theirs(folder: Path) -> None:
     trainer: Any = DPOTrainer(
         model=model,
         args=config,
-        train_dataset=Rows.from_list(encoded(folder)),
+        train_dataset=Rows.from_list([json.loads(row) for row in (folder / "rows.jsonl").read_text().splitlines()]),
         processing_class=PreTrainedTokenizerFast(tokenizer_file=spec.tokenizer.file, eos_token=end, pad_token=end),
         peft_config=LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=linear),
     )
@@ -104,19 +102,6 @@ def theirs(folder: Path) -> None:
     say(len(counts))
     trainer.add_callback(Wait())
     trainer.train()
-
-
-def encoded(folder: Path) -> list[dict[str, list[int]]]:
-    """Return the pairs as TRL keeps them once it has encoded them: our ids."""
-    _, how = lesson(folder, LENGTH)
-    found: list[dict[str, list[int]]] = []
-    for item in examples(folder / "rows.jsonl", {}, parse_preference):
-        assert isinstance(item, Preference)
-        sides = [supervised(example, how.teaching)[0] for example in item.examples]
-        at = int(sides[0].trained.argmax())
-        names = zip(("chosen_ids", "rejected_ids"), sides, strict=True)
-        found.append({"prompt_ids": sides[0].ids[:at].tolist(), **{name: x.ids[at:].tolist() for name, x in names}})
-    return found
 
 
 def shared(folder: Path) -> float:
