@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from attrs import evolve, frozen
 from tokenizers import Tokenizer
+from torch.nn import functional as F
 
 from ironfn import tree
 from ironfn.algo.experts import router_bias, watch_experts
 from ironfn.algo.step import State, Step, make_step, skip, stop, unmoved
 from ironfn.checkpoint import as_tree
 from ironfn.data import Dataset, Lesson, eval_batches, open_dataset, share_at
+from ironfn.data.prompts import open_prompts
 from ironfn.grad.noise import noise_scale
 from ironfn.grad.remat import recompute
 from ironfn.grad.value_and_grad import ValueAndGrad, accumulate, value_and_grad
@@ -182,13 +184,15 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     device: this rank's; None picks one for a process alone. lesson: as the data were prepared with.
     """
     device = device or pick_device(spec.train.device)
-    train = open_dataset(spec.data, "train", lesson)
+    train = _opened(spec, "train", lesson)
     arch = complete(spec.model, train.vocab_size)
     if arch.positions == "learned" and spec.data.length > arch.context:
         raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
     if arch.rows % mesh.tp.size:
         what = f"{mesh.tp.size} ranks of mesh.tp cannot share {arch.rows} rows of the vocabulary evenly"
         raise ValueError(f"{what}; set model.pad_vocab_to to {mesh.tp.size}, or a multiple of it")
+    if spec.data.form == "prompts":  # a model may write ids that its tokenizer does not know
+        train = evolve(train, byte_lengths=F.pad(train.byte_lengths, (0, arch.vocab - len(train.byte_lengths))))
     where = places(spec, arch, mesh)
     plain, how = _forwards(spec, arch, where, mesh)
     reference = referred(spec, arch, plain, where.params, mesh, device)
@@ -200,7 +204,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         mesh=mesh,
         device=device,
         train=train,
-        validation=open_dataset(spec.data, "validation", lesson) if spec.data.split.validation else None,
+        validation=_opened(spec, "validation", lesson) if spec.data.split.validation else None,
         eval_loss=eval_loss,
         places=where,
         step=make_step(
@@ -218,6 +222,13 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         ),
         lesson=lesson,
     )
+
+
+def _opened(spec: RunSpec, split: str, lesson: Lesson | None) -> Dataset:
+    if spec.data.form != "prompts":
+        return open_dataset(spec.data, split, lesson)
+    assert lesson is not None, "prompts are written with a model's tokenizer"
+    return open_prompts(spec.data, split, lesson, spec.data.length + 1 - spec.grpo.tokens)
 
 
 def _forwards(spec: RunSpec, arch: Arch, where: Places, mesh: Mesh) -> tuple[Forward, Forward]:

@@ -123,13 +123,10 @@ def train_line(row: TrainRow, steps: int) -> str:
 
 def evaluation_line(row: EvaluationRow, steps: int) -> str:
     """Return an evaluation as ``key=value`` words after the split's name."""
-    words = {
-        "step": f"{row.step}/{steps}",
-        "loss": f"{row.loss:.4f}",
-        "ppl": f"{row.perplexity:.4g}",
-        "bpb": f"{row.bits_per_byte:.4f}",
-        "tokens": str(row.tokens),
-    }
+    words = {"step": f"{row.step}/{steps}"}
+    if row.tokens:
+        words |= {"loss": f"{row.loss:.4f}", "ppl": f"{row.perplexity:.4g}", "bpb": f"{row.bits_per_byte:.4f}"}
+        words["tokens"] = str(row.tokens)
     return f"{row.kind} {_line(words | _extras(row.extra))}"
 
 

@@ -36,6 +36,7 @@ COMMANDS = MappingProxyType(
         "sft": Entry("sft:command", "Teach a model by examples, whole or through an adapter, or resume that."),
         "dpo": Entry("dpo:command", "Teach a model what is preferred, by pairs or judged completions, or resume that."),
         "reward-model": Entry("reward_model:command", "Train a model to give what is preferred a higher reward."),
+        "grpo": Entry("grpo:command", "Teach a model by rewards for what it writes itself, or resume that."),
         "generate": Entry("generate:command", "Continue prompts with a trained model."),
         "chat": Entry("chat:command", "Talk with a trained model."),
         "serve": Entry("serve:command", "Serve a trained model over HTTP, as OpenAI's API does, with a page to chat."),

@@ -11,7 +11,9 @@ def mode(spec: RunSpec) -> str:
     """Return the command of a spec."""
     if spec.model.score:
         return "reward-model"
-    return {"documents": "pretrain", "examples": "sft", "pairs": "dpo", "judged": "dpo"}[spec.data.form]
+    return {"documents": "pretrain", "examples": "sft", "pairs": "dpo", "judged": "dpo", "prompts": "grpo"}[
+        spec.data.form
+    ]
 
 
 def of_this_mode(spec: RunSpec, name: str) -> None:
@@ -23,6 +25,7 @@ def of_this_mode(spec: RunSpec, name: str) -> None:
         "pretrain": "set data.form to documents",
         "sft": "set data.form to examples",
         "dpo": "set data.form to pairs or judged, and leave model.score out",
+        "grpo": "set data.form to prompts",
         "reward-model": "set data.form to pairs and model.score to true",
     }[name]
     raise click.UsageError(f"{how}, which is for `ironfn {other}`; for `ironfn {name}`, {wants}")

@@ -31,6 +31,8 @@ from .modes import mode
 from .objectives import loaded, reference_of, refers
 from .references import referenced
 from .report import draw
+from .rewarding import rewards_of
+from .rollouts import Rollouts
 from .rundir import RunDir
 from .signals import EXIT_STOPPED, stop_requested
 from .start import identity
@@ -82,7 +84,10 @@ def run(
         if speaks:
             replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())
             keep_along(spec.model.init_from, place)
-        with watching(job, place, console, state, seconds) as watch:
+        rollouts = None
+        if spec.data.form == "prompts":
+            rollouts = Rollouts(job, place.rollouts, together(mesh, device, lambda: rewards_of(spec.grpo.rewards)))
+        with watching(job, place, console, state, seconds, rollouts) as watch:
             state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:
             console.note(f"saved at step {state.step} of {spec.train.steps}; to go on: {again}")
@@ -122,11 +127,15 @@ def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable
     spec, saver = job.spec, _saver(job, place)
     if state.step == 0:
         watch.look_closer(state)
-    for batch in prefetch(job.batch, state.step, spec.train.steps, workers=spec.data.workers):
+    made = iter(()) if watch.rollouts else prefetch(
+        job.batch, state.step, spec.train.steps, workers=spec.data.workers
+    )  # fmt: skip
+    while state.step < spec.train.steps:
+        batch, told = (next(made), {}) if watch.rollouts is None else watch.roll_out(state)
         on_device = job.here(batch)
-        noise = _noise(job, state, on_device)
+        told |= _noise(job, state, on_device)
         state, metrics = _step(job, state, on_device)
-        stop = watch.step(state, batch, metrics | noise, stopped)
+        stop = watch.step(state, batch, metrics | told, stopped)
         last = state.step == spec.train.steps
         if last or state.step % spec.report.eval_every == 0:
             watch.look_closer(state)
@@ -138,6 +147,7 @@ def _loop(job: Job, state: State, place: RunDir, watch: Watch, stopped: Callable
                 watch.sync()
                 wait = last or stop or not spec.checkpoint.asynchronous
                 _save(job, state, saver.save if wait else saver.start, watch.meter.seconds)
+                watch.forget(place)
         if stop:
             break
     return state

@@ -22,7 +22,19 @@ from ironfn.spec.load import dump_spec
 from ironfn.spec.records import RunSpec
 from ironfn.spec.structure import structure
 
-BOUND = ("model", "data", "sft", "dpo", "reward", "adapter", "optim", "train.batch", "train.seed", "train.precision")
+BOUND = (
+    "model",
+    "data",
+    "sft",
+    "dpo",
+    "reward",
+    "grpo",
+    "adapter",
+    "optim",
+    "train.batch",
+    "train.seed",
+    "train.precision",
+)
 """What a run may not change between its steps: with another value the steps before and after are of two runs."""
 FREE = ("data.workers", "data.bad_lines", "dpo.precompute")
 """What lies inside `BOUND` and yet changes no number."""
@@ -49,6 +61,16 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Where what a policy wrote is kept for the updates that learn from it."""
+        return self.path / "rollouts"
+
+    @property
+    def completions(self) -> Path:
+        """What a policy wrote, for people to read."""
+        return self.path / "completions.jsonl"
 
     @property
     def tokenizer(self) -> Path:

@@ -37,7 +37,8 @@ def taught(spec: RunSpec) -> tuple[RunSpec, Lesson | None]:
         )
     sft = spec.sft
     teaching = wording.teaching(sft.template, sft.train_on, sft.rewritten)
-    return spec, Lesson(sft, teaching, form, spec.model.score)
+    holds = "examples" if form == "prompts" else form
+    return spec, Lesson(sft, teaching, holds, spec.model.score)
 
 
 def _wording(spec: RunSpec) -> Wording:

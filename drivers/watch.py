@@ -14,8 +14,10 @@ from attrs import asdict, define, evolve
 from tokenizers import Tokenizer
 
 from ironfn.algo.step import Metrics, State
+from ironfn.checkpoint import steps
 from ironfn.data.packed import PackedStore
 from ironfn.data.pairs import PairStore
+from ironfn.data.prompts import Prompts
 from ironfn.generate import engine
 from ironfn.generate.engine import Request, Token, complete
 from ironfn.generate.sampling import Sampling
@@ -30,6 +32,7 @@ from ironfn.types import Batch
 from .build import Job
 from .console import Console
 from .places import trained_shapes
+from .rollouts import Rollouts
 from .rundir import RunDir
 from .trackers import Trackers, open_trackers
 
@@ -62,6 +65,12 @@ class Voice:
         self.console.evaluation(row)
         self.trackers.log(row.step, as_dict(row))
 
+    def completions(self, rollouts: Rollouts) -> None:
+        """Write what the policy wrote, and what it was worth, a prompt a line."""
+        with self.place.completions.open("a", encoding="utf-8") as file:
+            for row in rollouts.readable():
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Write and show how the model continued a prompt."""
         with self.place.samples.open("a", encoding="utf-8") as file:
@@ -80,6 +89,21 @@ class Watch:
     tokenizer: Tokenizer
     flops: float
     peak: float
+    rollouts: Rollouts | None = None
+
+    def roll_out(self, state: State) -> tuple[Batch, Metrics]:
+        """Return an update's batch of what the policy wrote, and tell what that was where it is new."""
+        assert self.rollouts is not None
+        batch, told = self.rollouts(state)
+        if self.voice is not None and told:
+            self.voice.completions(self.rollouts)
+        return batch, told
+
+    def forget(self, place: RunDir) -> None:
+        """Delete what was written before the oldest checkpoint."""
+        kept = steps(place.checkpoints) if self.rollouts is not None and self.voice is not None else []
+        if self.rollouts is not None and kept:
+            self.rollouts.forget(min(kept))
 
     def step(self, state: State, batch: Batch, metrics: Metrics, stopped: Callable[[], str | None]) -> bool:
         """Record a step; show every ``report.log_every``-th. Return whether any rank has been told to stop."""
@@ -93,7 +117,7 @@ class Watch:
         nats = metrics.get("cross_entropy", metrics["loss"])  # a loss may hold penalties that are no text
         extra: dict[str, Value] = {name: value for name, value in metrics.items() if name not in KNOWN}
         if not job.reads:
-            size, extra = 0, extra | {"pairs": metrics["tokens"]}
+            size, extra = 0, extra | {("texts" if self.rollouts else "pairs"): metrics["tokens"]}
         row = TrainRow(
             step=state.step,
             loss=metrics["loss"],
@@ -116,7 +140,11 @@ class Watch:
         """Evaluate on the validation split and continue the fixed prompts."""
         job = self.job
         with self.meter.away():
-            if (data := job.validation) is not None:
+            if self.rollouts is not None:
+                told = self.rollouts.evaluated(state)
+                if self.voice is not None and told:
+                    self.voice.evaluation(answers_row(state.step, self.meter.seconds, told))
+            elif (data := job.validation) is not None:
                 batches = map(job.here, job.eval_batches(data))
                 found = evaluate(job.eval_loss, state.model, batches, job.mesh, data.byte_lengths)
                 if not job.reads:
@@ -154,6 +182,15 @@ class Watch:
         return [self.tokenizer.decode(ids) for ids in new.values()]
 
 
+def answers_row(step: int, seconds: float, told: Metrics) -> EvaluationRow:
+    """Return the row of an evaluation that has no loss."""
+    none = math.nan
+    extra: dict[str, Value] = dict(told)
+    return EvaluationRow(
+        step=step, loss=none, perplexity=none, bits_per_byte=none, tokens=0, bytes=0, seconds=seconds, extra=extra
+    )
+
+
 def seen(
     batch: Batch, byte_lengths: torch.Tensor, stop: bool, mesh: Mesh, device: torch.device
 ) -> tuple[int, int, int, bool, str]:
@@ -180,19 +217,22 @@ def _row_checksum(batch: Batch, row: int) -> int:
 
 
 @contextmanager
-def watching(job: Job, place: RunDir, console: Console, state: State, seconds: float) -> Generator[Watch]:
+def watching(
+    job: Job, place: RunDir, console: Console, state: State, seconds: float, rollouts: Rollouts | None = None
+) -> Generator[Watch]:
     """Open the run's files at its present step: rows of steps that are to be taken again are dropped."""
     meter = Meter(job.spec.train.steps, state.step, seconds, time.perf_counter)
     tokenizer = Tokenizer.from_file(str(job.train.tokenizer))
     # of what is frozen no gradient is made: two products of three are left
     flops = flops_per_token(job.arch, job.spec.data.length) * (2 / 3 if job.adapts else 1)
     if not job.speaks:
-        yield Watch(job, None, meter, tokenizer, flops, 0.0)
+        yield Watch(job, None, meter, tokenizer, flops, 0.0, rollouts)
         return
     spec, fresh = job.spec, state.step == 0
     peak = find_peak(job.device, getattr(torch, spec.train.precision.compute), spec.report.peak_flops)
-    if place.samples.exists():
-        place.samples.write_bytes(b"") if fresh else trim(place.samples, state.step)
+    for path in (place.samples, place.completions):
+        if path.exists():
+            path.write_bytes(b"") if fresh else trim(path, state.step)
     with MetricsFile.new(place.metrics) if fresh else MetricsFile.open(place.metrics, state.step) as rows:
         opened = open_trackers(spec.report.trackers, place.path, asdict(spec), console.warn, state.step)
         try:
@@ -202,13 +242,14 @@ def watching(job: Job, place: RunDir, console: Console, state: State, seconds: f
             size = f"{parameters(job.arch) / 1e6:.1f} M parameters"
             if job.adapts:
                 size += f" and {_trained(job) / 1e6:.2f} M that are trained beside them"
-            console.note(
-                f"{spec.name}: {size} on {devices}, "
-                f"{job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows, {state.step}/{spec.train.steps} steps"
-            )
+            if job.train.tokens:
+                size += f" on {devices}, {job.train.tokens / 1e6:.2f} M tokens in {job.train.rows} rows"
+            else:
+                size += f" on {devices}"
+            console.note(f"{spec.name}: {size}, {state.step}/{spec.train.steps} steps")
             for line in _packing(job) if fresh else ():
                 console.note(line)
-            yield Watch(job, Voice(place, console, opened, rows), meter, tokenizer, flops, peak)
+            yield Watch(job, Voice(place, console, opened, rows), meter, tokenizer, flops, peak, rollouts)
         finally:
             opened.close()
 
@@ -229,7 +270,10 @@ def _packing(job: Job) -> Iterator[str]:
                 done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[spec.sft.overlong]
                 lost = f"{fit.lost_targets:,} of their {fit.targets:,} trained tokens are lost"
                 yield f"{name}: {fit.overlong:,} {kind} longer than data.length {spec.data.length} are {done}; {lost}"
-    if job.lesson is not None:
+    if isinstance(job.train, Prompts):
+        cut = f"; {job.train.cut:,} are longer than a row has room for, and left out" if job.train.cut else ""
+        yield f"{job.train.rows:,} prompts, {spec.grpo.prompts} of them answered {spec.grpo.group} times at a time{cut}"
+    elif job.lesson is not None:
         yield f"an epoch is {-(-job.train.rows // spec.train.batch):,} steps"
 
 

@@ -97,7 +97,7 @@ def test_the_page_lists_every_metric() -> None:
 
 
 def test_the_page_lists_what_binds_a_run() -> None:
-    words = {"model", "data", "sft", "dpo", "reward", "adapter", "optimizer", "batch", "seed", "precision"}
+    words = {"model", "data", "sft", "dpo", "reward", "grpo", "adapter", "optimizer", "batch", "seed", "precision"}
     assert {name.removeprefix("train.").replace("optim", "optimizer") for name in rundir.BOUND} == words
     (said,) = re.findall(r"What binds a run is (.*?)\.", read("pretrain.md"), re.S)
     assert words <= set(re.findall(r"\w+", said))

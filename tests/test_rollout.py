@@ -135,6 +135,13 @@ def test_nothing_to_learn_is_a_row_without_weight() -> None:
     rows = lay_groups([Group([1, 2], [Completion([], 0.0)])], 8, END, rows=2)
     assert rows["tokens"].shape == (2, 8)
     assert not rows["weight"].any()
+    params, arch = model_of("llama")
+    for mean in ("sequence", "token", "constant", "rollout"):
+        batch = {name: torch.from_numpy(values) for name, values in rows.items()} | {"row": torch.arange(2)}
+        loss = policy_loss(arch, Objective(clipped(whole=True), mean, 4, kl=None, entropy=0.1), temperature=WARMTH)
+        out, grads = value_and_grad(loss)(params, batch, SINGLE)
+        assert out.total == out.weight == 0
+        assert tree.norm(grads) == 0
 
 
 def test_a_prompt_draws_the_same_in_any_company_and_from_the_parameters_of_now() -> None:

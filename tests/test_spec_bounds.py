@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import attrs
 import pytest
 
 from bench.startup import HOSTILE
 from ironfn.spec.errors import SpecError
 from ironfn.spec.load import load_spec
+from ironfn.spec.records import RunSpec
+
+KEYS = ", ".join(field.name for field in attrs.fields(RunSpec))
 
 FIRST = {
     "nested flow lists": ":1:34: is nested more than 32 levels deep",
@@ -21,8 +25,7 @@ FIRST = {
     "a long list": ":1:4000: here the spec passes 2000 values, its aliases written out",
     "a number of 60,000 digits": ":1:16: a number of 60000 digits",
     "larger than a spec": ": is larger than 64 KiB; a spec is a short text",
-    "unknown keys": ":1:1 key0: unknown key; the keys here are name, out, model, data, sft, adapter, optim, mesh, "
-    "train, checkpoint, report",
+    "unknown keys": f":1:1 key0: unknown key; the keys here are {KEYS}",
 }
 
 

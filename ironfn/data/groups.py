@@ -48,7 +48,7 @@ def lay_groups(groups: Sequence[Group], length: int, end: int, *, rows: int = 1,
     sizes = np.array([_places(part) for part in parts], np.int64)
     packs = pack(sizes, length)
     count = -(-max(packs.rows, 1) // rows) * rows
-    names = sorted({name for group in groups for each in group.completions for name in each.told})
+    names = sorted({"drawn"} | {name for group in groups for each in group.completions for name in each.told})
     shape = (count, length)
     done: Arrays = {
         "tokens": np.full(shape, end, np.int64),

@@ -20,6 +20,7 @@ from ironfn.mesh.axis import Mesh
 from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
+from ironfn.model.moe import Seen
 from ironfn.model.transformer import head_bias, head_weight, hidden
 from ironfn.types import Batch, Loss, LossSum, Params
 
@@ -128,7 +129,7 @@ class Objective:
 
     def _shares(self, places: Places, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what each token counts in the sum [N], what it counts in a mean of metrics [N], the weight of all."""
-        sizes = torch.tensor(places.sizes, device=like.device)
+        sizes = torch.tensor(places.sizes, dtype=torch.int64, device=like.device)
         one, of_text = torch.ones_like(like), (1 / sizes.to(like)).repeat_interleave(sizes)
         texts = like.new_tensor(float(len(sizes)))
         if self.mean == "token":
@@ -164,13 +165,7 @@ def policy_loss(
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
         places = asked_places(batch)
-        x, seen = hidden(params, batch, arch, mesh, how)
-        asked = enter(x, mesh).flatten(0, 1).index_select(0, places.at)
-        head: dict[str, Any] = {"bias": head_bias(params, arch, how), "softcap": arch.logit_softcap}
-        found = token_scores(
-            asked, head_weight(params, arch, how), places.targets, mesh.tp,
-            vocab=arch.vocab, temperature=temperature, chunk=chunk, **head,
-        )  # fmt: skip
+        found, seen = score_places(params, batch, arch, mesh, how, places, temperature, chunk)
         out, level = objective(*found, places, batch)
         if arch.moe is None or not seen or not penalties:
             return out
@@ -184,7 +179,31 @@ def policy_loss(
     return loss
 
 
+def score_places(
+    params: Params,
+    batch: Batch,
+    arch: Arch,
+    mesh: Mesh,
+    how: Forward,
+    places: Places,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[tuple[Tensor, Tensor], Seen]:
+    """Return the log-probabilities [N] of what the places ask for, the entropies of the choices, and what experts tell.
+
+    See `token_scores`. The head runs at these places only.
+    """
+    x, seen = hidden(params, batch, arch, mesh, how)
+    asked = enter(x, mesh).flatten(0, 1).index_select(0, places.at)
+    head: dict[str, Any] = {"bias": head_bias(params, arch, how), "softcap": arch.logit_softcap}
+    found = token_scores(
+        asked, head_weight(params, arch, how), places.targets, mesh.tp,
+        vocab=arch.vocab, temperature=temperature, chunk=chunk, **head,
+    )  # fmt: skip
+    return found, seen
+
+
 def _over_text(values: Tensor, places: Places) -> Tensor:
     """Return [N], the mean of each token's text."""
-    sizes = torch.tensor(places.sizes, device=values.device)
+    sizes = torch.tensor(places.sizes, dtype=torch.int64, device=values.device)
     return (places.sums(values) / sizes).to(values.dtype).repeat_interleave(sizes)

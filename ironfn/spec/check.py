@@ -12,6 +12,7 @@ import attrs
 
 from ironfn.spec.check_experts import experts
 from ironfn.spec.check_model import model_faults
+from ironfn.spec.check_policy import policy
 from ironfn.spec.check_preference import preference
 from ironfn.spec.check_teaching import teaching
 from ironfn.spec.records import RunSpec
@@ -106,6 +107,20 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "dpo.liked": NOT_NEGATIVE,
         "dpo.disliked": NOT_NEGATIVE,
         "reward.center": NOT_NEGATIVE,
+        "grpo.prompts": _at_least(1),
+        "grpo.group": _at_least(2),
+        "grpo.tokens": _at_least(1),
+        "grpo.temperature": ABOVE_ZERO,
+        "grpo.epochs": _at_least(1),
+        "grpo.batches": _at_least(1),
+        "grpo.refill": NOT_NEGATIVE,
+        "grpo.low": BELOW_ONE,
+        "grpo.high": NOT_NEGATIVE,
+        "grpo.dual": _at_least(1),
+        "grpo.kl_weight": NOT_NEGATIVE,
+        "grpo.entropy": NOT_NEGATIVE,
+        "grpo.overlong": NOT_NEGATIVE,
+        "grpo.tries": NOT_NEGATIVE,
         "optim.lr": ABOVE_ZERO,
         "optim.clip": ABOVE_ZERO,
         "optim.schedule.warmup": NOT_NEGATIVE,
@@ -155,7 +170,7 @@ def check(spec: RunSpec, ranks: int | None) -> list[Found]:
     alone = list(_ranges(spec))
     bad = {paths[0] for paths, _ in alone}
     together: list[Found] = []
-    for rule in (_model, experts, _data, teaching, preference, _optim, _mesh, _train):
+    for rule in (_model, experts, _data, teaching, preference, policy, _optim, _mesh, _train):
         try:
             together += rule(spec)
         except ArithmeticError:  # a zero that the ranges already refuse

@@ -7,6 +7,8 @@ from typing import Literal
 from attrs import field, frozen
 
 from ironfn.spec.adapter_records import AdapterSpec as AdapterSpec
+from ironfn.spec.grpo_records import GraderSpec as GraderSpec
+from ironfn.spec.grpo_records import GrpoSpec as GrpoSpec
 from ironfn.spec.model_records import ModelSpec as ModelSpec
 from ironfn.spec.model_records import MoeSpec as MoeSpec
 from ironfn.spec.model_records import RopeSpec as RopeSpec
@@ -75,7 +77,7 @@ class DataSpec:
 
     dir: where ``ironfn prepare`` writes the tokenizer and the stores. length: tokens a row.
     form: what the sources hold, ``documents`` to read on in, ``examples`` that teach, such as conversations, ``pairs``
-    of which one text is preferred, or completions that are ``judged`` one by one.
+    of which one text is preferred, completions that are ``judged`` one by one, or ``prompts`` to be answered.
     temperature: None mixes the sets by their weights, T by p proportional to tokens^(1/T).
     attend: whether a token sees only its own document or the whole row before it.
     bad_lines: whether a malformed line stops the preparation or is counted and passed over.
@@ -83,7 +85,7 @@ class DataSpec:
     """
 
     dir: str = "data"
-    form: Literal["documents", "examples", "pairs", "judged"] = "documents"
+    form: Literal["documents", "examples", "pairs", "judged", "prompts"] = "documents"
     sets: dict[str, SetSpec] = field(factory=lambda: {"stdlib": SetSpec(sources=["stdlib:"])})
     tokenizer: TokenizerSpec = field(factory=TokenizerSpec)
     split: SplitSpec = field(factory=SplitSpec)
@@ -259,6 +261,7 @@ class RunSpec:
     sft: SftSpec = field(factory=SftSpec)
     dpo: DpoSpec = field(factory=DpoSpec)
     reward: RewardSpec = field(factory=RewardSpec)
+    grpo: GrpoSpec = field(factory=GrpoSpec)
     adapter: AdapterSpec = field(factory=AdapterSpec)
     optim: OptimSpec = field(factory=OptimSpec)
     mesh: MeshSpec = field(factory=MeshSpec)

@@ -1,0 +1,74 @@
+"""Check what a policy that learns from rewards needs of the rest of a spec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ironfn.spec.records import GraderSpec, RunSpec
+from ironfn.spec.structure import Path, show
+
+_FORM, _AT = ("data", "form"), ("grpo",)
+
+
+def policy(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+    """Yield the faults of ``grpo``, as `spec.check` lists them."""
+    if spec.data.form != "prompts":
+        return
+    grpo = spec.grpo
+    if not grpo.rewards:
+        what = "names no reward; write for example `rewards: {right: {kind: math}}`"
+        yield ((*_AT, "rewards"),), what
+    for name, one in grpo.rewards.items():
+        yield from _grader((*_AT, "rewards", name), one)
+    if grpo.tokens >= spec.data.length:
+        what = f"completions of {grpo.tokens} tokens leave no room for a prompt in rows of {spec.data.length}"
+        yield ((*_AT, "tokens"), ("data", "length")), what
+    if grpo.overlong >= grpo.tokens:
+        what = f"{grpo.overlong} tokens are no part of the longest completion's {grpo.tokens}"
+        yield ((*_AT, "overlong"), (*_AT, "tokens")), what
+    if grpo.batches > grpo.prompts:
+        what = f"{grpo.prompts} prompts cannot be parted into {grpo.batches} updates"
+        yield ((*_AT, "batches"), (*_AT, "prompts")), what
+    if grpo.loss != "clipped":
+        for name in ("whole", "dual"):
+            if getattr(grpo, name):
+                yield ((*_AT, name), (*_AT, "loss")), f"is for clipped, and grpo.loss is {grpo.loss}; leave it out"
+    if grpo.kl == "none" and grpo.reference is not None:
+        yield ((*_AT, "reference"), (*_AT, "kl")), "nothing is held to it; set grpo.kl, such as k3"
+    if grpo.kl != "none" and grpo.reference is None and spec.model.init_from is None:
+        yield ((*_AT, "kl"), ("model", "init_from")), "holds a policy to a reference; set model.init_from"
+    yield from _beside(spec)
+
+
+def _grader(at: Path, one: GraderSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+    if one.kind in ("keyword", "soft_keyword", "sections") and not one.words:
+        yield ((*at, "words"), (*at, "kind")), f"{one.kind} looks for words; give some"
+    if one.kind == "function" and re.fullmatch(r"[\w.]+:\w+", one.path) is None:
+        yield ((*at, "path"), (*at, "kind")), f"{show(one.path)} is no function; write package.module:function"
+    if one.kind == "pattern":
+        try:
+            re.compile(one.pattern)
+        except re.error as error:
+            yield ((*at, "pattern"),), f"{show(one.pattern)} is not a regular expression: {error}"
+        if not one.pattern:
+            yield ((*at, "pattern"), (*at, "kind")), "a pattern of nothing matches everything; write one"
+    if not one.low < one.high:
+        yield ((*at, "low"), (*at, "high")), f"{one.low:g} is not below {one.high:g} (high)"
+    if one.seconds <= 0:
+        yield ((*at, "seconds"),), f"{one.seconds:g} has to be above 0"
+
+
+def _beside(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+    if spec.adapter.kind in ("prefix", "prompt"):
+        what = f"texts that share a row have no {spec.adapter.kind} of their own; set adapter.kind to lora"
+        yield (("adapter", "kind"), _FORM), what
+    if spec.train.compile:
+        yield (("train", "compile"), _FORM), "texts that share a row are not compiled; leave one of them out"
+    if spec.train.noise_scale_every is not None:
+        what = "the gradient noise scale is that of rows, not of texts that share them; leave one of them out"
+        yield (("train", "noise_scale_every"), _FORM), what
+    rope, length = spec.model.rope, spec.data.length
+    if rope.kind in ("dynamic", "longrope") and length > (rope.original_context or spec.model.context):
+        what = f"angles of {rope.kind} depend on a text's length, which texts of one row do not have in common; "
+        yield (("data", "length"), ("model", "rope", "kind")), what + "make rows as short as the original context"

@@ -1,0 +1,77 @@
+"""Hold how a policy learns from rewards for what it writes itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import field, frozen
+
+
+@frozen
+class GraderSpec:
+    """Describe a reward: what it looks at, what it may give, and what becomes of a completion that it cannot grade.
+
+    kind: ``math`` compares with the row's field ``answer``, exactly, as numbers, then by algebra; ``exact`` as texts;
+    ``keyword``, ``soft_keyword`` and ``sections`` look for ``words``; ``pattern`` matches one regular expression;
+    ``function`` calls ``path``, as in package.module:function; ``code`` runs the tests in the row's field ``answer``.
+    seconds: what one completion may take. low, high: other scores are failures. on_failure: leave out the ``sample`` or
+    its whole ``group``, or ``stop``.
+    """
+
+    kind: Literal["math", "exact", "keyword", "soft_keyword", "sections", "pattern", "function", "code"] = "math"
+    weight: float = 1.0
+    answer: str = "answer"
+    words: list[str] = field(factory=list)
+    pattern: str = ""
+    path: str = ""
+    seconds: float = 10.0
+    low: float = 0.0
+    high: float = 1.0
+    on_failure: Literal["sample", "group", "stop"] = "sample"
+
+
+@frozen
+class GrpoSpec:
+    """Describe how a policy learns from rewards: where ``data.form`` is ``prompts``.
+
+    prompts: written to at a time, ``group`` completions each, of ``tokens`` tokens at most, at ``temperature``. epochs:
+    how often that is gone over, in ``batches`` updates each. refill: rounds of further prompts for those whose
+    completions are rewarded alike (DAPO's dynamic sampling).
+    scale, deviation: see `algo.advantage`. loss, low, high, dual, whole, mean, entropy: see `loss.policy`; of cispo
+    ``high`` is the largest ratio less 1. kl: an estimator of the divergence from ``reference``, None being the model
+    that the run begins from, with ``kl_weight`` in the loss of each token or taken off the reward of each text.
+    truncated: whether completions that came to no end are learned from, or ``mask``ed. overlong: tokens before the
+    longest over which a reward sinks by 1 (DAPO). tries: completions a prompt at an evaluation, for pass@tries; 0
+    writes the likeliest text alone. router_losses: a mixture of experts keeps its routers' losses.
+    """
+
+    prompts: int = 8
+    group: int = 8
+    tokens: int = 128
+    temperature: float = 1.0
+    epochs: int = 1
+    batches: int = 1
+    refill: int = 0
+    scale: Literal["group", "batch", "none"] = "group"
+    deviation: Literal["sample", "population"] = "sample"
+    loss: Literal["clipped", "cispo", "sapo"] = "clipped"
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+    whole: bool = False
+    mean: Literal["sequence", "token", "constant", "rollout"] = "sequence"
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    kl_weight: float = 0.04
+    kl_in: Literal["loss", "reward"] = "loss"
+    reference: str | None = None
+    entropy: float = 0.0
+    truncated: Literal["learn", "mask"] = "learn"
+    overlong: int = 0
+    tries: int = 0
+    router_losses: bool = False
+    rewards: dict[str, GraderSpec] = field(factory=dict)
+
+    @property
+    def updates(self) -> int:
+        """Count the updates that learn from what was written at one time."""
+        return self.epochs * self.batches
