@@ -28,8 +28,8 @@ _product_of_bytes: Any = quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 _SMALL = 1 << 18
 """Numbers of a matrix below which a call of oneDNN costs what its layout saves, with caches that are always cold."""
 
-_WIDE = 512
-"""Columns up to which a sum of rows stays in registers."""
+_NARROW, _WIDE = 64, 512
+"""Columns of a part: below these a thread more is not worth it, above those a sum of rows leaves the registers."""
 
 _FEW = 2
 """Rows up to which bytes are widened for each: for more it is cheaper to cut the rows into bytes."""
@@ -63,7 +63,7 @@ def _parted(w: Tensor, rows: int) -> tuple[Tensor, list[_Bags]]:
     Each thread gets as many parts, of no more columns than are added up in registers; the last is filled up.
     """
     inputs, outputs = w.shape
-    threads = torch.get_num_threads()
+    threads = min(torch.get_num_threads(), max(1, outputs // _NARROW))
     parts = threads * -(-outputs // (threads * _WIDE))
     width = -(-outputs // parts)
     table = F.pad(w, (0, parts * width - outputs)).view(inputs, parts, width).transpose(0, 1).flatten(0, 1)
@@ -89,7 +89,7 @@ def _times_float32(table: Tensor, bags: _Bags, outputs: int, more: Times, x: Ten
     *shape, inputs = x.shape
     if x.numel() != inputs:
         return more(x)
-    weights = bags.weights(x.view(1, inputs))
+    weights = bags.weights(x.reshape(1, inputs))
     out = torch.embedding_bag(table, bags.index, bags.offsets, False, 0, False, weights)[0].view(-1)
     return (out if out.shape[0] == outputs else out[:outputs]).view(*shape, outputs)
 
