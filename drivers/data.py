@@ -13,6 +13,7 @@ from ironfn.spec.records import RunSpec
 
 from .check import command as check
 from .specs import takes_spec
+from .sums import command as sums
 
 if TYPE_CHECKING:
     from ironfn.data import Dataset
@@ -37,10 +38,11 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 
 @click.group("data")
 def command() -> None:
-    """Look into data: examples before they are trained on, rows that were prepared."""
+    """Look into data: examples before they are trained on, rows that were prepared; or write some to try things."""
 
 
 command.add_command(check)
+command.add_command(sums)
 
 
 @command.command("inspect")

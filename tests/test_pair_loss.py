@@ -248,6 +248,11 @@ def test_log_probabilities_of_tokens_and_their_gradients_equal_torch(softcap: fl
     mine, theirs = (torch.autograd.grad((out * pull).sum(), [x, w, bias]) for out in (found, expected))
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    frozen = token_log_probs(
+        x, w.detach(), targets, Axis("tp"), vocab=47, bias=bias.detach(), softcap=softcap, chunk=10
+    )
+    torch.testing.assert_close(frozen, expected)
+    torch.testing.assert_close(torch.autograd.grad((frozen * pull).sum(), x)[0], theirs[0], rtol=1e-5, atol=1e-5)
 
 
 def test_what_has_no_pairs_learns_nothing_and_still_takes_part() -> None:

@@ -95,7 +95,7 @@ def test_it_is_what_trl_computes(center: float | None) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS.keys() - {"olmoe", "olmoe-clipped", "glm4-moe"}])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("olmoe", "olmoe-clipped", "glm4-moe")])
 def test_a_family_goes_in_and_out_and_gives_the_same_scores(name: str, tmp_path: Path) -> None:
     model = scorer(name)
     model.save_pretrained(tmp_path / "theirs")

@@ -57,12 +57,12 @@ def with_a_model(place: Path, texts: Path, folder: Path, form: str) -> Path:
     overrides = [*smaller(quickstart, texts), "-s", f"out={place.parent}", "-s", f"name={place.name}"]
     overrides += ["-s", "model.context=512"]
     ironfn(*([word, str(quickstart), *overrides] for word in ("prepare", "pretrain")), cwd=folder)
-    rows = [
-        {"prompt": f"def f{n}(x):", "completion": f" return x + {n}"}
-        if form == "examples"
-        else {"prompt": f"def f{n}(x):", "chosen": f" return x + {n}", "rejected": " pass"}
-        for n in range(60)
-    ]
+    rest = {
+        "examples": lambda n: {"completion": f" return x + {n}"},
+        "pairs": lambda n: {"chosen": f" return x + {n}", "rejected": " pass"},
+        "prompts": lambda n: {"answer": str(n)},
+    }[form]
+    rows = [{"prompt": f"def f{n}(x):"} | rest(n) for n in range(60)]
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "examples.jsonl"
 
@@ -79,10 +79,10 @@ def test_a_shipped_spec_prepares_and_trains(file: Path, tmp_path: Path) -> None:
         overrides = smaller(file, with_a_model(Path(begins_from), sources, tmp_path, spec.data.form))
     train, sample = (
         [file.parent.name, name, *overrides],
-        ["generate", f"runs/{file.stem}", "--tokens", "4", "-p", "def"],
+        ["generate", f"{spec.out}/{file.stem}", "--tokens", "4", "-p", "def"],
     )
     lines = ironfn(["prepare", name, *overrides], train, train, sample, cwd=tmp_path)
     steps = [line.split()[0] for line in lines if line.startswith("step=")]
     assert steps == ["step=1/3", "step=2/3", "step=3/3"], "each once: the second call finds the run done"
     assert any(line.startswith("def") for line in lines)
-    assert (tmp_path / "runs" / file.stem / "metrics.jsonl").is_file()
+    assert (tmp_path / spec.out / file.stem / "metrics.jsonl").is_file()

@@ -37,7 +37,7 @@ def pieces_of(w: Weight, dtype: torch.dtype) -> Iterator[Tensor]:
     return w.pieces(dtype)
 
 
-def _sum_of_rows(grad: Tensor, w: Tensor | Weight) -> Tensor:
+def sum_of_rows(grad: Tensor, w: Tensor | Weight) -> Tensor:
     """Return grad w [N, D] likewise."""
     if isinstance(w, Tensor):
         return product(grad, w)
@@ -87,6 +87,14 @@ def log_softmax_at(logits: Tensor, local: Tensor, mine: Tensor, axis: Axis) -> t
     return target - sums.log(), sums
 
 
+def to_gradient(exps: Tensor, sums: Tensor, local: Tensor, mine: Tensor, share: Tensor, tanh: Tensor | None) -> None:
+    """Turn what `log_softmax_at` left, in place, into the gradient of the sum of -share log p by the logits."""
+    exps *= (share / sums)[:, None]
+    exps.scatter_add_(1, local[:, None], torch.where(mine, -share, 0.0)[:, None])
+    if tanh is not None:
+        exps.mul_(tanh.square_().neg_().add_(1.0))
+
+
 class CrossEntropy(torch.autograd.Function):
     """(x [N, D], w [V, D], b [V] or None, targets [N], weight [N]) -> (weighted sum of losses, its gradients)."""
 
@@ -124,15 +132,12 @@ class CrossEntropy(torch.autograd.Function):
             total -= (log_p * share).sum()
             if not any(need):
                 continue
-            grad *= (share / sums)[:, None]
-            grad.scatter_add_(1, local[:, None], torch.where(mine, -share, 0.0)[:, None])
-            if tanh is not None:
-                grad.mul_(tanh.square_().neg_().add_(1.0))
+            to_gradient(grad, sums, local, mine, share, tanh)
             if need[2]:
                 b_grad += grad.sum(0)
             grad = grad.to(x.dtype)
             if need[0]:
-                x_grad[place] = _sum_of_rows(grad, w_used)
+                x_grad[place] = sum_of_rows(grad, w_used)
             if need[1]:
                 _add_product(w_grad, grad, x_part)
             del grad, tanh  # or the next chunk's logits would stand beside them

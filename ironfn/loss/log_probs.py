@@ -1,7 +1,8 @@
 """Give tokens and whole texts their log-probabilities, without ever holding the logits of a batch.
 
 What a token's log-probability will be multiplied by is known only when all of them are. So the logits are made twice:
-once for the values, and once for the gradient, when autograd brings the factors; see `cross_entropy`.
+once for the values, and once for the gradient, when autograd brings the factors; see `cross_entropy`. Where the head is
+frozen, as under an adapter, once is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ironfn.loss.cross_entropy import CrossEntropy, log_softmax_at, logits_of, pieces_of, wanted
+from ironfn.loss.cross_entropy import (
+    CrossEntropy,
+    log_softmax_at,
+    logits_of,
+    pieces_of,
+    sum_of_rows,
+    to_gradient,
+    wanted,
+)
 from ironfn.mesh.axis import Axis, Mesh
 from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
@@ -56,6 +65,43 @@ class _TokenLogProbs(torch.autograd.Function):
         return *(g if wants else None for g, wants in zip(grads, need, strict=True)), *(None,) * 5
 
 
+class _FrozenHead(torch.autograd.Function):
+    """(x [N, D], w [V, D], b [V] or None, targets [N]) -> (log p [N], the gradient of each by its own x [N, D]).
+
+    A token's log p depends on its own x alone, so its gradient is known at once, but for a factor. The logits are made
+    once; a head that is trained would need its gradient's factors first.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, axis: Axis, vocab: int, cap: float | None, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        first, w = axis.index * w.shape[0], w.to(x.dtype)
+        found, grads = [x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))], torch.empty_like(x)
+        for start in range(0, len(x), chunk):
+            place = slice(start, start + chunk)
+            local = targets[place] - first
+            mine = (local >= 0) & (local < w.shape[0])
+            local = local.clamp(0, w.shape[0] - 1)
+            grad, tanh = logits_of(x[place], w, b, first, vocab, cap)
+            log_p, sums = log_softmax_at(grad, local, mine, axis)
+            to_gradient(grad, sums, local, mine, -torch.ones_like(sums), tanh)
+            grads[place] = sum_of_rows(grad.to(x.dtype), w)
+            found.append(log_p)
+        return torch.cat(found), grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (own,) = ctx.saved_tensors
+        return (None if grad is None else own * grad[:, None].to(own.dtype), *(None,) * 7)
+
+
 def token_log_probs(
     x: Tensor,
     w: Tensor | Weight,
@@ -79,6 +125,8 @@ def token_log_probs(
         assert axis.size == 1, "torch.func sees one process"
         return _written_out(x, w, targets, vocab, bias, softcap)
     arguments = (x, w, bias, targets, axis, vocab, softcap, chunk)
+    if wanted(x) and not (wanted(w) or wanted(bias)):
+        return _FrozenHead.apply(*arguments)[0]  # pyright: ignore[reportOptionalSubscript]
     if any(map(wanted, (x, w, bias))):
         return _TokenLogProbs.apply(*arguments)  # pyright: ignore[reportReturnType]
     return _TokenLogProbs.forward(*arguments)
