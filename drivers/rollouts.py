@@ -27,7 +27,9 @@ from ironfn.loss.log_probs import asked_places
 from ironfn.loss.policy import divergence, score_places
 from ironfn.mesh.agree import each
 from ironfn.mesh.axis import SINGLE
-from ironfn.model.adapters import is_adapter
+from ironfn.model.adapters import is_adapter, merge
+from ironfn.model.forward import unadapted
+from ironfn.model.prepared import packed
 from ironfn.rewards.manager import Reward, grade
 from ironfn.rewards.values import Completion as Answer
 from ironfn.types import Batch, Params
@@ -200,10 +202,8 @@ class Rollouts:
         job, mesh = self.job, self.job.mesh
         apart = mesh.dp.size > 1 and mesh.ep.size == 1 and not job.spec.mesh.fsdp
         mine = range(mesh.dp.index, len(prompts), mesh.dp.size) if apart else range(len(prompts))
-        generator = Generator(
-            params=state.model, arch=job.arch, how=job.how, version=state.step, before=job.vectors,
-            mesh=evolve(mesh, dp=SINGLE.dp, world=mesh.tp) if apart else mesh,
-        )  # fmt: skip
+        generator = self._generator(state)
+        generator = evolve(generator, mesh=evolve(mesh, dp=SINGLE.dp, world=mesh.tp) if apart else mesh)
         sampling = Sampling(temperature, seed=job.spec.train.seed)
         done = roll_out(
             generator, [prompts[k].ids for k in mine], n, job.spec.grpo.tokens, sampling, job.ends,
@@ -215,6 +215,22 @@ class Rollouts:
         parts = [json.loads(data) for data in each(mesh, said.encode(), job.device)]
         told: dict[int, Any] = {k: group for part in parts for k, group in part}
         return [[written(one) for one in told[k]] for k in range(len(prompts))]
+
+    def _generator(self, state: State) -> Generator:
+        """Return the policy as it is now; on a CPU its matrices are laid out for few rows, an adapter merged into them.
+
+        That takes as much memory again while it writes.
+        """
+        job, mesh = self.job, self.job.mesh
+        params, arch, how = state.model, job.arch, job.how
+        precision = job.spec.train.precision
+        exact = precision.params == precision.compute == "float32"  # or merging would round once more
+        if exact and job.device.type == "cpu" and mesh.tp.size == mesh.ep.size == 1 and not job.spec.mesh.fsdp:
+            if job.adapts:
+                params, arch = merge(job.spec.adapter, arch, tree.branch(state.extra, "fixed"), state.params)
+                how = evolve(how, adapt=unadapted)
+            params, arch = packed(params, arch)
+        return Generator(params=params, arch=arch, how=how, version=state.step)
 
     def _batch(self, rollout: Rollout, state: State) -> Batch:
         """Lay the part of the rollout that this update learns from into rows, and return this rank's."""
