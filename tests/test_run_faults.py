@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import drivers.build
+import drivers.objectives
 import drivers.pretrain
 import drivers.watch
 from drivers.signals import EXIT_STOPPED
@@ -157,7 +158,7 @@ def test_a_stopped_rank_is_given_up_after_the_timeout(folder: Path) -> None:
 def poisoned(rank: int) -> None:
     """Make the loss of rank 1 not a number in step 2, the third: its rows are 10 and 11."""
     if rank == 1:
-        make = drivers.build.lm_loss
+        make = drivers.objectives.lm_loss
 
         def lm_loss(*arguments: Any, **named: Any) -> Loss:
             right = make(*arguments, **named)
@@ -168,7 +169,7 @@ def poisoned(rank: int) -> None:
 
             return loss
 
-        drivers.build.lm_loss = lm_loss
+        drivers.objectives.lm_loss = lm_loss
 
 
 def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_one_message(folder: Path) -> None:
