@@ -401,7 +401,9 @@ def test_memory_stays_what_it_is(client: openai.OpenAI, server: Server) -> None:
     blocks = server.idle()["blocks"]
     assert blocks["free"] + blocks["idle"] == blocks["count"]
     assert process.memory_info().rss - before < 16 << 20
-    assert process.num_threads() <= threads
+    assert process.num_threads() <= threads + 4, (
+        "a busy machine may want a worker more; a thread a request would be 240"
+    )
     assert len([c for c in process.net_connections() if c.status == psutil.CONN_ESTABLISHED]) < 40
 
 
