@@ -35,9 +35,8 @@ def command(
     alone = has_adapter(source) and not merged
     if alone and (dtype is not None or architecture is not None):
         raise click.UsageError("an adapter is written as it is; --dtype and --architecture are for models (--merged)")
-    say = lambda line: click.echo(line)  # noqa: E731
     if alone:
-        click.echo(export_adapter(source, target, base, say))
+        click.echo(export_adapter(source, target, base, click.echo))
     else:
         kind = None if dtype is None else getattr(torch, dtype)
-        click.echo(export_run(source, target, kind, architecture, 5_000_000_000, say, base))
+        click.echo(export_run(source, target, kind, architecture, 5_000_000_000, click.echo, base))

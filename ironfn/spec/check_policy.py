@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ironfn.spec.check_preference import shared_rows
 from ironfn.spec.records import GraderSpec, RunSpec
 from ironfn.spec.structure import Path, show
 
@@ -60,15 +61,7 @@ def _grader(at: Path, one: GraderSpec) -> Iterator[tuple[tuple[Path, ...], str]]
 
 
 def _beside(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
-    if spec.adapter.kind in ("prefix", "prompt"):
-        what = f"texts that share a row have no {spec.adapter.kind} of their own; set adapter.kind to lora"
-        yield (("adapter", "kind"), _FORM), what
-    if spec.train.compile:
-        yield (("train", "compile"), _FORM), "texts that share a row are not compiled; leave one of them out"
+    yield from shared_rows(spec)
     if spec.train.noise_scale_every is not None:
         what = "the gradient noise scale is that of rows, not of texts that share them; leave one of them out"
         yield (("train", "noise_scale_every"), _FORM), what
-    rope, length = spec.model.rope, spec.data.length
-    if rope.kind in ("dynamic", "longrope") and length > (rope.original_context or spec.model.context):
-        what = f"angles of {rope.kind} depend on a text's length, which texts of one row do not have in common; "
-        yield (("data", "length"), ("model", "rope", "kind")), what + "make rows as short as the original context"

@@ -21,21 +21,26 @@ def preference(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
     yield from _of_a_reward(spec) if spec.model.score else _of_a_policy(spec)
 
 
-def _of_both(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+def shared_rows(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+    """Yield what does not go with rows in which texts share their beginning."""
     if spec.adapter.kind in ("prefix", "prompt"):
         what = f"texts that share a row have no {spec.adapter.kind} of their own; set adapter.kind to lora"
         yield (("adapter", "kind"), _FORM), what
     if spec.train.compile:
         yield (("train", "compile"), _FORM), "texts that share a row are not compiled; leave one of them out"
+    rope, length = spec.model.rope, spec.data.length
+    if rope.kind in ("dynamic", "longrope") and length > (rope.original_context or spec.model.context):
+        what = f"angles of {rope.kind} depend on a text's length, which texts of one row do not have in common; "
+        yield (("data", "length"), ("model", "rope", "kind")), what + "make rows as short as the original context"
+
+
+def _of_both(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+    yield from shared_rows(spec)
     if spec.train.noise_scale_every is not None:
         what = "the gradient noise scale is that of rows, not of pairs; leave one of them out"
         yield (("train", "noise_scale_every"), _FORM), what
     if spec.sft.overlong == "split":
         yield (("sft", "overlong"), _FORM), "split would part a pair; truncate or drop those that are too long"
-    rope, length = spec.model.rope, spec.data.length
-    if rope.kind in ("dynamic", "longrope") and length > (rope.original_context or spec.model.context):
-        what = f"angles of {rope.kind} depend on a text's length, which texts of one row do not have in common; "
-        yield (("data", "length"), ("model", "rope", "kind")), what + "make rows as short as the original context"
 
 
 def _of_a_reward(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
