@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ def imported(path: str) -> Callable[[Completion], object]:
 def function_pool(path: str, *, seconds: float = 30.0, size: int = 1) -> Pool:
     """Return processes that call a function by its path; each is killed where a call takes longer."""
     imported(path)
-    return Pool(__name__, {"path": path, "search": sys.path}, Limits(seconds=seconds, memory=1 << 36), size)
+    return Pool(__name__, {"path": path}, Limits(seconds=seconds, memory=1 << 36), size)
 
 
 def function_reward(pool: Pool) -> Grader:
@@ -52,7 +51,6 @@ def key_from(name: str) -> str:
 
 
 def _prepare(settings: Mapping[str, Any]) -> Callable[[Any], object]:
-    sys.path[:] = settings["search"]  # what the command could import, this process can
     function = imported(settings["path"])
     return lambda said: function(Completion(said["prompt"], said["text"], said["row"], tuple(said["ids"])))
 

@@ -21,6 +21,9 @@ from attrs import frozen
 from ironfn.rewards.values import Failure, Result, result_of
 from ironfn.rewards.waiting import readable
 
+_START = "import runpy, sys; module, *sys.path = sys.argv[1:]; runpy.run_module(module, run_name='__main__')"
+"""What a process runs first: what its parent could import, and from where, it can too."""
+
 LONGEST = 1 << 20
 """Bytes of an answer that are read before the process counts as one that babbles."""
 
@@ -42,7 +45,7 @@ class Worker:
     """Keep one process of a module that calls `ironfn.rewards.serving.serve`; it starts when it is asked first."""
 
     def __init__(self, module: str, settings: Mapping[str, Any], limits: Limits) -> None:
-        self._command = [sys.executable, "-P", "-m", module]
+        self._command = [sys.executable, "-P", "-c", _START, module, *sys.path]
         self._first = json.dumps({"settings": dict(settings), "seconds": limits.seconds, "memory": limits.memory})
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
