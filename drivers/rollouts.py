@@ -23,8 +23,8 @@ from ironfn.data.prompts import Prompt, Prompts
 from ironfn.generate.engine import Generator
 from ironfn.generate.rollout import Written, roll_out
 from ironfn.generate.sampling import Sampling
-from ironfn.loss.log_probs import asked_places
-from ironfn.loss.policy import divergence, score_places
+from ironfn.loss.log_probs import asked_places, place_log_probs
+from ironfn.loss.policy import divergence
 from ironfn.mesh.agree import each
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.adapters import is_adapter, merge
@@ -276,8 +276,8 @@ class Rollouts:
         for start in range(0, len(done), size):
             here = job.here({name: x[start : start + size] for name, x in batch.items()})
             places = asked_places(here)
-            (log_p, _), _ = score_places(
-                model, here, job.arch, job.mesh, job.how, places, job.spec.grpo.temperature, job.spec.train.loss_chunk
+            log_p, _ = place_log_probs(
+                model, here, job.arch, job.mesh, job.how, places, job.spec.train.loss_chunk, job.spec.grpo.temperature
             )
             done[start : start + size].view(-1)[places.at.cpu()] = log_p.cpu().to(done)
         return done

@@ -45,7 +45,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "whole": ("grpo.refill=1", "grpo.scale=batch", "grpo.mean=rollout", "train.micro_batch=2"),
     "held": ("grpo.kl=k3", "grpo.loss=cispo", "grpo.entropy=0.01"),
     "lora": (*LORA, "adapter.dropout=0.1", "grpo.kl=k2", "grpo.mean=constant", "grpo.whole=true"),
-    "nf4": (*LORA, "adapter.base=nf4", "grpo.kl=k1", "grpo.kl_in=reward", "grpo.overlong=3", "grpo.loss=sapo"),
+    "nf4": (*LORA, "adapter.base=nf4_all", "grpo.kl=k1", "grpo.kl_in=reward", "grpo.overlong=3", "grpo.loss=sapo"),
 }
 
 

@@ -16,9 +16,10 @@ from ironfn import tree
 from ironfn.grad.value_and_grad import value_and_grad
 from ironfn.layout.reduce import reduce_grads
 from ironfn.layout.table import shard, unshard
-from ironfn.loss.log_probs import asked_places, place_log_probs, token_log_probs
+from ironfn.loss.log_probs import asked_places, place_log_probs
 from ironfn.loss.pairs import base_model, frozen_model, in_batch, nobody, pair_loss, unpaired_loss
 from ironfn.loss.preference import dpo, kto, orpo
+from ironfn.loss.scores import token_log_probs
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Axis, Mesh, sum_over_rows
 from ironfn.model import experts

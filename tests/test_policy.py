@@ -19,7 +19,6 @@ from ironfn.layout.reduce import reduce_grads
 from ironfn.layout.table import shard, unshard
 from ironfn.loss.log_probs import Places, asked_places
 from ironfn.loss.policy import Objective, Surrogate, cispo, clipped, divergence, policy_loss, sapo
-from ironfn.loss.scores import token_scores
 from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh, sum_over_rows
 from ironfn.model.arch import complete
@@ -173,33 +172,6 @@ def test_groups_that_teach_nothing_and_graders_that_fail(scale: Any) -> None:
     assert found[1, 1] == 0
     assert found[1, 0] == -found[1, 2] < 0
     assert not found[2:].any()
-
-
-@pytest.mark.parametrize("cap", [None, 5.0])
-def test_scores_are_those_of_the_logits_at_the_temperature(cap: float | None) -> None:
-    """Values and gradients of autograd on the logits, in float64, a chunk at a time."""
-    torch.manual_seed(0)
-    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((7, 6), (11, 6), (11,)))
-    targets, vocab, warmth = torch.randint(0, 9, (7,)), 9, 0.5
-    found = token_scores(
-        x, w, targets, SINGLE.tp, vocab=vocab, bias=b, softcap=cap, temperature=warmth, chunk=3
-    )  # fmt: skip
-    logits = (x @ w.t() + b)[:, :vocab]
-    logits = (logits if cap is None else cap * (logits / cap).tanh()) / warmth
-    log_p = logits.log_softmax(-1)
-    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    factors = torch.randn(2, 7, dtype=torch.float64)
-    grads: list[tuple[Tensor, ...]] = []
-    for one, other in (found, expected):
-        grads.append(torch.autograd.grad((one * factors[0] + other * factors[1]).sum(), (x, w, b)))
-    for mine, theirs in zip((*found, *grads[0]), (*expected, *grads[1]), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_the_temperature_is_in_the_log_probability() -> None:
-    w = torch.tensor([[2.0], [0.0]])
-    found, _ = token_scores(torch.ones(1, 1), w, torch.tensor([0]), SINGLE.tp, vocab=2, temperature=0.5)
-    assert float(found) == pytest.approx(-0.018150, abs=1e-6)
 
 
 OBJECTIVES = {

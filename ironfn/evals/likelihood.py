@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from ironfn.evals.texts import Text, cut
-from ironfn.loss.log_probs import token_log_probs
+from ironfn.loss.scores import token_log_probs
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch

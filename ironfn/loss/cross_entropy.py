@@ -139,7 +139,7 @@ class CrossEntropy(torch.autograd.Function):
             if need[0]:
                 x_grad[place] = sum_of_rows(grad, w_used)
             if need[1]:
-                _add_product(w_grad, grad, x_part)
+                add_product(w_grad, grad, x_part)
             del grad, tanh  # or the next chunk's logits would stand beside them
         return total, x_grad, w_grad, b_grad
 
@@ -177,7 +177,7 @@ class CrossEntropy(torch.autograd.Function):
         return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0, 0, 0)
 
 
-def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add gradᵀ x to ``total``, in its dtype."""
     if total.dtype == grad.dtype == torch.float32 or total.dtype == torch.float64:
         total.addmm_(grad.t(), x)

@@ -7,21 +7,17 @@ was drawn, both at the temperature of the drawing. Losses are sums, with the wei
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from ironfn.loss.experts import router_loss
-from ironfn.loss.log_probs import Places, asked_places
-from ironfn.loss.scores import token_scores
+from ironfn.loss.log_probs import Places, asked_places, place_scores
 from ironfn.mesh.axis import Mesh
-from ironfn.mesh.pairs import enter
 from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
-from ironfn.model.moe import Seen
-from ironfn.model.transformer import head_bias, head_weight, hidden
 from ironfn.types import Batch, Loss, LossSum, Params
 
 Mean: TypeAlias = Literal["sequence", "token", "constant", "rollout"]
@@ -165,7 +161,9 @@ def policy_loss(
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
         places = asked_places(batch)
-        found, seen = score_places(params, batch, arch, mesh, how, places, temperature, chunk)
+        found, seen = place_scores(
+            params, batch, arch, mesh, how, places, chunk, temperature, learned=bool(objective.entropy)
+        )
         out, level = objective(*found, places, batch)
         if arch.moe is None or not seen or not penalties:
             return out
@@ -177,30 +175,6 @@ def policy_loss(
         return LossSum(out.total + added, out.weight, metrics, counts)
 
     return loss
-
-
-def score_places(
-    params: Params,
-    batch: Batch,
-    arch: Arch,
-    mesh: Mesh,
-    how: Forward,
-    places: Places,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-) -> tuple[tuple[Tensor, Tensor], Seen]:
-    """Return the log-probabilities [N] of what the places ask for, the entropies of the choices, and what experts tell.
-
-    See `token_scores`. The head runs at these places only.
-    """
-    x, seen = hidden(params, batch, arch, mesh, how)
-    asked = enter(x, mesh).flatten(0, 1).index_select(0, places.at)
-    head: dict[str, Any] = {"bias": head_bias(params, arch, how), "softcap": arch.logit_softcap}
-    found = token_scores(
-        asked, head_weight(params, arch, how), places.targets, mesh.tp,
-        vocab=arch.vocab, temperature=temperature, chunk=chunk, **head,
-    )  # fmt: skip
-    return found, seen
 
 
 def _over_text(values: Tensor, places: Places) -> Tensor:
