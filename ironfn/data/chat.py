@@ -14,8 +14,9 @@ from typing import Any, cast
 from attrs import field, frozen
 from tokenizers import Tokenizer
 
+from ironfn.data.encoding import Pieces, encoded
 from ironfn.data.template import Limits, Rendered, Renderer, unused
-from ironfn.data.tokenizer import Piece, Vocabulary, encode_pieces
+from ironfn.data.tokenizer import Vocabulary
 
 Message = Mapping[str, Any]
 """A turn: ``role``, ``content``, and what else a template may read, such as ``tool_calls``."""
@@ -89,8 +90,14 @@ class Chat:
         marks = unused(2, [messages, variables])
         told, more = self.marked(messages, marks), self.marked(variables, marks)
         written = self.render(told, add_generation_prompt=add_generation_prompt, **more)
-        pieces = self.pieces(written.text, marks, begins=True)
-        return [i for ids in encode_pieces(pieces, joins=self.vocabulary.joins) for i in ids]
+        pieces = Pieces()
+        self.cut(written.text, marks, pieces, begins=True)
+        ids: list[int] = []
+        for number, piece in enumerate(encoded(pieces, joins=self.vocabulary.joins)):
+            if pieces.never.get(number) in piece:
+                raise ValueError(pieces.unwritten(number))
+            ids += piece
+        return ids
 
     @property
     def end(self) -> int:
@@ -102,20 +109,20 @@ class Chat:
         """Return a value with marks, of `template.unused`, around every name of a control token in its strings."""
         return _marked(value, self.names, marks)
 
-    def pieces(self, text: str, marks: Sequence[str], *, begins: bool) -> list[Piece]:
+    def cut(self, text: str, marks: Sequence[str], pieces: Pieces, *, begins: bool) -> int:
         """Cut what was rendered of marked messages, or a stretch of it, where names stand in what people wrote.
 
-        begins: whether it is the beginning of a text.
+        The parts are added to ``pieces``; return how many. begins: whether it is the beginning of a text.
         """
         begin, end = marks
         named = re.compile(f"{begin}({self.names.pattern}){end}|[{begin}{end}]")
-        found: list[Piece] = []
+        before = len(pieces.texts)
         for number, part in enumerate(named.split(text)):  # the template's text, then a name or None, and so on
             if part and number % 2 == 0:
-                found.append(Piece(part, self._inside, begins and number == 0))
+                pieces.add(part, self._inside, begins and number == 0)
             elif part:
-                found.append(Piece(part, self._plain, False, self._inside.token_to_id(part)))
-        return found
+                pieces.add(part, self._plain, False, self._inside.token_to_id(part))
+        return len(pieces.texts) - before
 
 
 def _marked(value: Any, names: re.Pattern[str], marks: Sequence[str]) -> Any:
@@ -134,8 +141,9 @@ def chat_of(vocabulary: Vocabulary, template: str, specials: Mapping[str, str], 
 
     A control token is one that the tokenizer calls special, or adds to its model and the template writes out.
     """
-    layout = json.loads(vocabulary.tokenizer.to_str())
-    inside = Tokenizer.from_str(json.dumps(layout))  # finds every added token in a text
+    whole = vocabulary.tokenizer.to_str()
+    layout = json.loads(whole)
+    inside = Tokenizer.from_str(whole)  # finds every added token in a text
     layout["added_tokens"] = [token | {"special": True} for token in layout["added_tokens"]]
     plain = Tokenizer.from_str(json.dumps(layout))  # finds none
     plain.encode_special_tokens = True

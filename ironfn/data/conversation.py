@@ -30,6 +30,9 @@ FORMS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
 has ``input``, ``system`` and ``history``; of a ``completion`` only that is trained, and both may be lists of messages;
 ``ids`` are tokens, with ``labels`` of -100 where nothing is trained; of a ``text`` all is trained.
 """
+_WAYS: tuple[tuple[Kind, frozenset[str]], ...] = tuple(
+    (kind, frozenset(names)) for kind, ways in FORMS for names in ways
+)
 
 _SPEAKERS: Mapping[str, str] = MappingProxyType(
     {
@@ -130,18 +133,21 @@ def renamed(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
         what = f"a JSON object belongs here, not {type(row.value).__name__}"
         raise Fault(row.place, "no object", f"{what}; write one object a row")
     values = {str(k): v for k, v in cast("dict[Any, Any]", row.value).items() if v is not None}
+    if not fields:
+        return values
     taken = {ours: values[theirs] for ours, theirs in fields.items() if theirs in values}
     return {k: v for k, v in values.items() if k not in fields.values()} | taken
 
 
 def _form(values: Mapping[str, Any], place: str) -> Kind:
-    for kind, ways in FORMS:
-        if any(all(map(values.__contains__, names)) for names in ways):
+    here = values.keys()
+    for kind, names in _WAYS:
+        if names <= here:
             return kind
     known = "; ".join(f"{kind}: {' or '.join(' + '.join(names) for names in ways)}" for kind, ways in FORMS)
-    here = ", ".join(map(repr, values)) or "none"
+    told = ", ".join(map(repr, values)) or "none"
     raise Fault(
-        place, "unknown form", f"the fields that hold something ({here}) are of no known form ({known}); rename them"
+        place, "unknown form", f"the fields that hold something ({told}) are of no known form ({known}); rename them"
     )
 
 

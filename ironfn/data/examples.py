@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,11 +16,13 @@ from attrs import field, frozen
 from ironfn.data.conversation import Example, Fault, parse
 from ironfn.data.preferences import Preference, agreed
 from ironfn.data.readers import Bad, Blank, Row, rows
-from ironfn.data.supervise import Draft, Supervised, Teaching, drafts, encode_drafts
+from ironfn.data.supervise import Drafts, Supervised, Teaching, draft, encode_drafts
 
 UNREADABLE = "unreadable file"
 """The kind of fault after which nobody knows how many rows are missing."""
 _BATCH_CHARACTERS = 1 << 20
+_BATCH_ITEMS = 1 << 13
+_ENCODERS = 2
 
 Item: TypeAlias = "Example | Preference"
 Taught: TypeAlias = tuple[Item, list[Supervised]]
@@ -69,64 +73,65 @@ def digest(item: Item) -> bytes:
 
 @frozen
 class _Job:
-    """Hold examples that are encoded together: each with how many of the drafts are its own, or what is wrong."""
+    """Hold examples that are encoded together, or what is wrong with one; and how many of the drafts are each one's."""
 
-    items: list[tuple[Item, int] | Fault] = field(factory=list)
-    texts: list[Draft] = field(factory=list)
+    items: list[Item | Fault] = field(factory=list)
+    counts: list[int] = field(factory=list)
+    drafts: Drafts = field(factory=Drafts)
 
 
 def taught(found: Iterable[Item | Fault], teaching: Teaching) -> Iterator[Taught | Fault]:
     """Yield each item with the texts that it becomes, see `supervised` and `agreed`, or what is wrong with it.
 
-    They come in their order. One thread encodes a batch, by all cores, while this one reads and renders the next.
+    They come in their order. While this thread reads and renders, two encode a batch each, by all cores: one of them
+    has work for these when the other takes apart what they made.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="encode") as pool:
-        waiting: tuple[_Job, Future[list[Supervised | Fault]]] | None = None
+    waiting: deque[tuple[_Job, Future[list[Supervised | Fault]]]] = deque()
+    with ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode") as pool:
         for job in _jobs(found, teaching):
-            waiting, ready = (job, pool.submit(encode_drafts, job.texts, teaching)), waiting
-            if ready is not None:
-                yield from _done(ready[0], ready[1].result())
-        if waiting is not None:
-            yield from _done(waiting[0], waiting[1].result())
+            waiting.append((job, pool.submit(encode_drafts, job.drafts, teaching)))
+            if len(waiting) > _ENCODERS:
+                yield from _done(*waiting.popleft())
+        for ready in waiting:
+            yield from _done(*ready)
 
 
 def _jobs(found: Iterable[Item | Fault], teaching: Teaching) -> Iterator[_Job]:
-    job, size = _Job(), 0
+    job = _Job()
     for item in found:
+        count = 0
         try:
-            mine = [draft for example in _examples_of(item) for draft in drafts(example, teaching)]
+            for example in _examples_of(item):
+                count += draft(example, teaching, job.drafts)
         except Fault as fault:
-            item, mine = fault, []
-        job.items.append(item if isinstance(item, Fault) else (item, len(mine)))
-        job.texts.extend(mine)
-        size += sum(text.characters for text in mine)
-        if size >= _BATCH_CHARACTERS:
+            item = fault
+        job.items.append(item)
+        job.counts.append(count)
+        if job.drafts.characters >= _BATCH_CHARACTERS or len(job.items) >= _BATCH_ITEMS:
             yield job
-            job, size = _Job(), 0
+            job = _Job()
     yield job
 
 
 def _examples_of(item: Item | Fault) -> tuple[Example, ...]:
-    if isinstance(item, Fault):
-        return ()
-    return item.examples if isinstance(item, Preference) else (item,)
+    if isinstance(item, Example):
+        return (item,)
+    return item.examples if isinstance(item, Preference) else ()
 
 
-def _done(job: _Job, encoded: list[Supervised | Fault]) -> Iterator[Taught | Fault]:
-    texts = iter(encoded)
-    for item in job.items:
-        if isinstance(item, Fault):
-            yield item
-            continue
-        example, count = item
-        mine = [next(texts) for _ in range(count)]
-        yield _agreed(example, mine)
+def _done(job: _Job, encoding: Future[list[Supervised | Fault]]) -> Iterator[Taught | Fault]:
+    texts = iter(encoding.result())
+    for item, count in zip(job.items, job.counts, strict=True):
+        mine = list(islice(texts, count))
+        yield item if isinstance(item, Fault) else _agreed(item, mine)
 
 
 def _agreed(item: Item, mine: list[Supervised | Fault]) -> Taught | Fault:
-    if (wrong := next((text for text in mine if isinstance(text, Fault)), None)) is not None:
-        return wrong
-    texts = [text for text in mine if isinstance(text, Supervised)]
+    texts: list[Supervised] = []
+    for text in mine:
+        if isinstance(text, Fault):
+            return text
+        texts.append(text)
     try:
         return item, agreed(item, texts) if isinstance(item, Preference) else texts
     except Fault as fault:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import xxhash
 from attrs import frozen
 
+from ironfn.data import tokenizer as tokenizers
 from ironfn.data.admit import count_bad, split_of
 from ironfn.data.conversation import Fault, parse
 from ironfn.data.examples import UNREADABLE, Item, Parse, digest, examples, taught
@@ -19,7 +21,7 @@ from ironfn.data.readers import Bad, Blank, Row
 from ironfn.data.sources import Source
 from ironfn.data.supervise import Supervised, Teaching
 from ironfn.data.tally import Tally
-from ironfn.data.tokenizer import byte_lengths
+from ironfn.data.tokenizer import Vocabulary, byte_lengths
 from ironfn.spec.records import DataSpec, SetSpec, SftSpec, SplitSpec
 
 _SAY_EVERY = 10_000
@@ -70,6 +72,12 @@ class Lesson:
             "specials": None if chat is None else dict(chat.specials),
         }
 
+    def vocabulary(self, data: bytes, path: str | Path, eos: str | None) -> Vocabulary:
+        """Return what `tokenizer.parse` makes of a tokenizer.json: the model's own, if it is that, made before."""
+        own = self.teaching.vocabulary
+        same = own.checksum == xxhash.xxh3_64_intdigest(data) and own.controls[own.eos] == eos
+        return own if same else tokenizers.parse(data, path, eos)
+
     def question(self, prompt: str) -> list[int]:
         """Return the ids after which an answer to a prompt is written, as the model is taught them."""
         teaching = self.teaching
@@ -117,12 +125,15 @@ def write_examples(
     lengths = byte_lengths(lesson.teaching.vocabulary)
     waiting: dict[str, list[Supervised]] = {name: [] for name in writers}
 
-    def flush(least: int) -> None:
-        for name, texts in waiting.items():
-            if len(texts) >= least:
-                tally.splits[name].trained += int(np.concatenate([text.trained for text in texts]).sum())
-                tally.splits[name].bytes += writers[name].append(texts, lengths)
-                texts.clear()
+    def flush(name: str) -> None:
+        texts, counts = waiting[name], tally.splits[name]
+        ids, trained = (np.concatenate([getattr(text, of) for text in texts]) for of in ("ids", "trained"))
+        sizes = np.array([len(text.ids) for text in texts])
+        counts.documents += len(texts)
+        counts.tokens += len(ids)
+        counts.trained += int(trained.sum())
+        counts.bytes += writers[name].append(ids, trained, sizes, lengths)
+        texts.clear()
 
     found = taught(_admitted(sources, spec, lesson, codes, tally), lesson.teaching)
     for done, item in enumerate(found, 1):
@@ -133,14 +144,15 @@ def write_examples(
             tally.documents -= code != b""  # it was an example, and cannot be written
             count_bad(Bad(item.place, item.what), bad_lines, tally)
             continue
-        name = split_of(code, split)
-        counts, learned = tally.splits[name], [text for text in item[1] if len(text.ids)]
+        learned = [text for text in item[1] if len(text.ids)]
         tally.untaught += not learned
-        counts.documents += len(learned)
-        counts.tokens += sum(len(text.ids) for text in learned)
+        name = split_of(code, split)
         waiting[name] += learned
-        flush(_TOGETHER)
-    flush(1)
+        if len(waiting[name]) >= _TOGETHER:
+            flush(name)
+    for name, texts in waiting.items():
+        if texts:
+            flush(name)
 
 
 def _admitted(

@@ -16,7 +16,7 @@ from ironfn.data.preparation import TOKENIZER, read_manifest, store_path
 from ironfn.data.settings import check, differences, recipe
 from ironfn.data.store import TokenStore, open_store
 from ironfn.data.tally import SPLITS
-from ironfn.data.tokenizer import byte_lengths, load
+from ironfn.data.tokenizer import byte_lengths, parse, read
 from ironfn.spec.records import DataSpec
 
 
@@ -50,7 +50,8 @@ def open_dataset(spec: DataSpec, split: str, lesson: Lesson | None = None) -> Da
                 if lesson.holds == "examples"
                 else lay_pairs(ids, bits, *how, paired=paired, scored=lesson.scored)
             )
-    vocabulary = load(path, spec.tokenizer.eos)
+    parsed = parse if lesson is None else lesson.vocabulary
+    vocabulary = parsed(read(path), path, spec.tokenizer.eos)
     if vocabulary.checksum != manifest["tokenizer_checksum"]:
         raise ValueError(f"{path} is not the tokenizer that the stores were made with; run `ironfn prepare` again")
     names = [n for n, store in stores.items() if store.tokens and (split != "train" or spec.sets[n].weight > 0)]

@@ -6,7 +6,7 @@ store, a bit for each of them, whether it is trained, in another: words of 16 bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ironfn.data.packing import Packs, pack
 from ironfn.data.store import StoreWriter, TokenStore
-from ironfn.data.supervise import Supervised
 
 Arrays: TypeAlias = dict[str, NDArray]
 OnOverlong: TypeAlias = Literal["truncate", "split", "drop"]
@@ -146,16 +145,21 @@ class PackedWriter:
     ids: StoreWriter
     bits: StoreWriter
 
-    def append(self, texts: Sequence[Supervised], byte_lengths: NDArray[np.int32]) -> int:
-        """Add texts, and return how many bytes of text they stand for. byte_lengths: of each id."""
-        ids = np.concatenate([text.ids for text in texts])
-        counts = np.array([len(text.ids) for text in texts])
+    def append(
+        self,
+        ids: NDArray[np.int64],
+        trained: NDArray[np.bool_],
+        counts: NDArray[np.int64],
+        byte_lengths: NDArray[np.int32],
+    ) -> int:
+        """Add texts, and return how many bytes of text they stand for.
+
+        ids, trained: of all of them. counts: the ids of each. byte_lengths: of each id.
+        """
         words = -(-counts // _WORD)
         starts = np.cumsum(words) - words  # where each text's words begin
         flags = np.zeros(int(words.sum()) * _WORD, bool)
-        flags[np.repeat(starts * _WORD - (np.cumsum(counts) - counts), counts) + np.arange(len(ids))] = np.concatenate(
-            [text.trained for text in texts]
-        )
+        flags[np.repeat(starts * _WORD - (np.cumsum(counts) - counts), counts) + np.arange(len(ids))] = trained
         size = int(byte_lengths[ids].sum())
         self.ids.append(ids, counts.tolist(), size)
         self.bits.append(np.packbits(flags, bitorder="little").view("<u2"), words.tolist(), 0)

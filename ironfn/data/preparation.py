@@ -94,7 +94,7 @@ def _write(
     shutil.rmtree(beside, ignore_errors=True)  # a death may have left it
     beside.mkdir()
     try:
-        vocabulary = _tokenizer(spec, sources, beside, say)
+        vocabulary = _tokenizer(spec, sources, beside, say, lesson)
         code = xxhash.xxh3_64_intdigest(_dump(wanted | {"tokenizer_checksum": vocabulary.checksum}))
         sets: dict[str, Tally] = {}
         stores: dict[str, int] = {}
@@ -186,19 +186,21 @@ def store_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.tokens"
 
 
-def _tokenizer(spec: DataSpec, sources: dict[str, list[Source]], folder: Path, say: Say) -> Vocabulary:
+def _tokenizer(
+    spec: DataSpec, sources: dict[str, list[Source]], folder: Path, say: Say, lesson: Lesson | None
+) -> Vocabulary:
     """Take the tokenizer that the spec names or train one, and put it into ``folder``."""
-    path = folder / TOKENIZER
+    path, parsed = folder / TOKENIZER, tokenizers.parse if lesson is None else lesson.vocabulary
     if spec.tokenizer.file is not None:
-        tokenizers.load(spec.tokenizer.file, spec.tokenizer.eos)  # its errors name the user's file, not the copy
-        write_whole(path, _read(Path(spec.tokenizer.file)))
+        data = _read(Path(spec.tokenizer.file))
+        vocabulary = parsed(data, spec.tokenizer.file, spec.tokenizer.eos)
     else:
         say(f"training a {spec.tokenizer.kind} tokenizer of {spec.tokenizer.vocab_size} ids on the training split")
         if spec.tokenizer.kind == "unigram":
             say("unigram training differs a little from run to run; for the same one elsewhere, take its file along")
-        trained = tokenizers.train(_training_texts(spec, sources), spec.tokenizer)
-        write_whole(path, trained.encode())
-    vocabulary = tokenizers.load(path, spec.tokenizer.eos)
+        data = tokenizers.train(_training_texts(spec, sources), spec.tokenizer).encode()
+        vocabulary = parsed(data, path, spec.tokenizer.eos)
+    write_whole(path, data)
     if spec.tokenizer.file is None and vocabulary.size < spec.tokenizer.vocab_size:
         say(f"tokenizer: the text gave only {vocabulary.size} of the {spec.tokenizer.vocab_size} ids asked for")
     if any(one.fim.rate > 0 for one in spec.sets.values()):

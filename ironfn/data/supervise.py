@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from ironfn.data.chat import Chat
 from ironfn.data.conversation import Example, Fault
-from ironfn.data.tokenizer import Piece, Vocabulary, encode_around, encode_pieces
+from ironfn.data.encoding import Pieces, encoded
+from ironfn.data.tokenizer import Vocabulary, encode_around
 from ironfn.data.turns import Rewritten, Script, TrainOn, scripts
 
 
@@ -47,19 +50,37 @@ class Supervised:
     trained: NDArray[np.bool_]
 
 
-@frozen(eq=False)
-class Draft:
-    """Hold a text that is not encoded. parts: pieces or ids, whether they are trained, whether a control token in
-    them is the last that is.
+@define
+class Drafts:
+    """Hold texts that are to be encoded together, cut into parts; a list for all that is known of them, as in `Pieces`.
+
+    given: of each part its ids, or None where it is the next piece. trained: whether it is. places, ends: of each text,
+    where it is from and how many parts there are up to its end. closing: which parts, from the one to before the other,
+    are trained up to the last control token in them. characters: of all texts, or ids where they are given.
     """
 
-    place: str
-    parts: list[tuple[Sequence[Piece] | Sequence[int], bool, bool]]
+    pieces: Pieces = field(factory=Pieces)
+    given: list[Sequence[int] | None] = field(factory=list)
+    trained: list[bool] = field(factory=list)
+    places: list[str] = field(factory=list)
+    ends: list[int] = field(factory=list)
+    closing: list[tuple[int, int]] = field(factory=list)
+    characters: int = 0
 
-    @property
-    def characters(self) -> int:
-        """Count the characters that are to be encoded."""
-        return sum(len(piece.text) for part, _, _ in self.parts for piece in part if isinstance(piece, Piece))
+    def put(self, ids: Sequence[int], trained: bool) -> None:
+        """Add a part that is encoded."""
+        self.given.append(ids)
+        self.trained.append(trained)
+
+    def await_pieces(self, count: int, trained: bool) -> None:
+        """Add as many parts as pieces were added."""
+        self.given += [None] * count
+        self.trained += [trained] * count
+
+    def close(self, place: str) -> None:
+        """End a text."""
+        self.places.append(place)
+        self.ends.append(len(self.given))
 
 
 def begin_of(vocabulary: Vocabulary) -> tuple[int, ...]:
@@ -78,95 +99,136 @@ def supervised(example: Example, teaching: Teaching) -> list[Supervised]:
     template's, but for an end after an answer that nothing else closes. What people wrote never becomes a control
     token. `Fault` where the example cannot be written so; a text of which nothing is trained is empty.
     """
-    texts = encode_drafts(drafts(example, teaching), teaching)
+    drafts = Drafts()
+    draft(example, teaching, drafts)
+    texts = encode_drafts(drafts, teaching)
     for text in texts:
         if isinstance(text, Fault):
             raise text
     return [text for text in texts if isinstance(text, Supervised)]
 
 
-def drafts(example: Example, teaching: Teaching) -> list[Draft]:
-    """Return what `supervised` has to encode, so that many examples can be encoded at once."""
-    vocabulary = teaching.vocabulary
+def draft(example: Example, teaching: Teaching, drafts: Drafts) -> int:
+    """Add what `supervised` has to encode, so that many examples are encoded at once; return how many texts it is.
+
+    `Fault`, before anything is added, where the example cannot be written.
+    """
+    vocabulary, place = teaching.vocabulary, example.place
     if example.kind == "ids":
-        return [_of_ids(example, vocabulary)]
+        _of_ids(example, vocabulary, drafts)
+        return 1
     if not example.messages:
-        prompt = Piece(example.prompt, vocabulary.tokenizer, begins=True)
-        answer = Piece(example.completion, vocabulary.tokenizer, begins=not example.prompt)
-        parts = [(teaching.begin, False, False), ([prompt], False, False), ([answer], True, False)]
-        return [Draft(example.place, [*parts, ((teaching.end,), True, False)])]
+        drafts.put(teaching.begin, False)
+        drafts.pieces.add(example.prompt, vocabulary.tokenizer, True)
+        drafts.await_pieces(1, False)
+        drafts.pieces.add(example.completion, vocabulary.tokenizer, not example.prompt)
+        drafts.await_pieces(1, True)
+        drafts.put((teaching.end,), True)
+        drafts.characters += len(example.prompt) + len(example.completion)
+        drafts.close(place)
+        return 1
     if teaching.chat is None:
-        raise Fault(
-            example.place, "no template", "a conversation needs a chat template, and the model has none; name one"
-        )
+        raise Fault(place, "no template", "a conversation needs a chat template, and the model has none; name one")
     found = scripts(example, teaching.chat, teaching.train_on, teaching.rewritten)
-    return [_of_script(script, teaching.chat, example.place) for script in found]
+    for script in found:
+        _of_script(script, teaching.chat, drafts)
+        drafts.close(place)
+    return len(found)
 
 
-def _of_ids(example: Example, vocabulary: Vocabulary) -> Draft:
+def _of_ids(example: Example, vocabulary: Vocabulary, drafts: Drafts) -> None:
     ids, trained = np.array(example.ids), np.array(example.trained)
     if ids.max() >= vocabulary.size:
         what = f"input_ids holds {ids.max()}, and the vocabulary ends at {vocabulary.size - 1}"
         raise Fault(example.place, "input_ids", f"{what}; encode the text with this model's tokenizer")
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
-    return Draft(example.place, [(ids[a:b].tolist(), bool(trained[a]), False) for a, b in itertools.pairwise(edges)])
+    for a, b in itertools.pairwise(edges):
+        drafts.put(ids[a:b].tolist(), bool(trained[a]))
+    drafts.characters += len(ids)
+    drafts.close(example.place)
 
 
-def _of_script(script: Script, chat: Chat, place: str) -> Draft:
-    parts: list[tuple[Sequence[Piece] | Sequence[int], bool, bool]] = []
+def _of_script(script: Script, chat: Chat, drafts: Drafts) -> None:
+    begins = True
     for stretch in script.stretches:
-        pieces = chat.pieces(stretch.text, script.marks, begins=not parts)
-        parts.append((pieces, stretch.trained, stretch.closes))
+        first = len(drafts.given)
+        drafts.await_pieces(chat.cut(stretch.text, script.marks, drafts.pieces, begins=begins), stretch.trained)
+        drafts.characters += len(stretch.text)
+        if stretch.closes:
+            drafts.closing.append((first, len(drafts.given)))
+        begins = False
     if script.open:
-        parts.append(((chat.end,), True, False))
-    return Draft(place, parts)
+        drafts.put((chat.end,), True)
 
 
-def encode_drafts(texts: Sequence[Draft], teaching: Teaching) -> list[Supervised | Fault]:
-    """Encode many texts at once, by all cores; a `Fault` in place of one that the tokenizer cannot write."""
-    pieces = [piece for text in texts for part, _, _ in text.parts for piece in part if isinstance(piece, Piece)]
-    try:
-        encoded = iter(_encoded(pieces, teaching.vocabulary))
-        return [_joined(text, encoded, teaching) for text in texts]
-    except ValueError as error:
-        if len(texts) == 1:
-            return [Fault(texts[0].place, "control token", str(error))]
-        return [each for text in texts for each in encode_drafts([text], teaching)]
+def encode_drafts(drafts: Drafts, teaching: Teaching) -> list[Supervised | Fault]:
+    """Encode texts at once, by all cores; a `Fault` in place of one that the tokenizer cannot write."""
+    ids, bounds, wrong = _encoded(drafts, teaching.vocabulary)
+    trained = np.repeat(np.array(drafts.trained, bool), np.diff(bounds))
+    for first, last in drafts.closing:
+        start, stop = bounds[first], bounds[last]
+        controls = () if teaching.chat is None else teaching.chat.controls
+        names = [place for place, i in enumerate(ids[start:stop].tolist()) if i in controls]
+        trained[start + names[-1] + 1 if names else stop : stop] = False
+    stops = bounds[np.array(drafts.ends, np.int64)]
+    starts = np.concatenate(([0], stops))[:-1]
+    trained[starts[starts < stops]] = False
+    targets = np.flatnonzero(trained)
+    last_ends = np.concatenate(([0], targets + 1))[np.searchsorted(targets, stops)]
+    ends = np.maximum(starts, last_ends)  # before a text without a target stands another's last
+    texts: list[Supervised | Fault] = [
+        Supervised(ids[a:b], trained[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
+    for part, what in wrong.items():
+        number = bisect_right(drafts.ends, part)
+        texts[number] = Fault(drafts.places[number], "control token", what)
+    return texts
 
 
-def _encoded(pieces: Sequence[Piece], vocabulary: Vocabulary) -> list[NDArray[np.int64]]:
-    """Return the ids of each piece; what people wrote becomes no control token. Looked for in all of them at once."""
-    found = encode_pieces(pieces, joins=vocabulary.joins)
-    ends = list(itertools.accumulate(map(len, found)))
-    flat = np.fromiter(itertools.chain.from_iterable(found), np.int64, ends[-1] if ends else 0)
-    parts = [flat[end - len(ids) : end] for ids, end in zip(found, ends, strict=True)]
-    controls = np.flatnonzero(np.isin(flat, list(vocabulary.controls)))
-    for number in np.unique(np.searchsorted(ends, controls, "right")).tolist():
-        if pieces[number].tokenizer is vocabulary.tokenizer:
-            parts[number] = np.array(encode_around(vocabulary, pieces[number].text), np.int64)
-    return parts
+def _encoded(drafts: Drafts, vocabulary: Vocabulary) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, str]]:
+    """Return the ids of all parts, where in them each begins and the last one ends, and what is wrong with a part."""
+    flat, ends = array("I"), [0]
+    found = encoded(drafts.pieces, joins=vocabulary.joins)
+    for part in drafts.given:
+        if part is None:
+            flat.fromlist(next(found))
+        else:
+            flat.extend(part)
+        ends.append(len(flat))
+    ids, bounds = np.array(flat, np.int64), np.array(ends)
+    part_of = [number for number, part in enumerate(drafts.given) if part is None]
+    unwritten = {
+        part_of[number]: drafts.pieces.unwritten(number)
+        for number, never in drafts.pieces.never.items()
+        if never in ids[bounds[part_of[number]] : bounds[part_of[number] + 1]]
+    }
+    return *_without_controls(drafts, vocabulary, ids, bounds, part_of, unwritten), unwritten
 
 
-def _joined(text: Draft, encoded: Iterator[NDArray[np.int64]], teaching: Teaching) -> Supervised:
-    parts: list[NDArray[np.int64] | list[int]] = []
-    marks: list[tuple[int, bool]] = []  # where a stretch ends, and whether it is trained
-    at = 0
-    for part, learn, closes in text.parts:
-        here = [[piece] if isinstance(piece, int) else next(encoded) for piece in part]
-        parts += here
-        start, at = at, at + sum(map(len, here))
-        if closes and teaching.chat is not None:
-            ids = [i for each in here for i in each]
-            names = [place for place, i in enumerate(ids) if i in teaching.chat.controls]
-            marks.append((start + names[-1] + 1 if names else at, learn))
-            learn = False
-        marks.append((at, learn))
-    trained, start = np.zeros(at, bool), 0
-    for stop, learn in marks:
-        trained[start:stop] = learn
-        start = stop
-    trained[:1] = False
-    last = np.flatnonzero(trained)[-1:]
-    end = int(last[0]) + 1 if len(last) else 0
-    ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return Supervised(ids[:end].astype(np.int64, copy=False), trained[:end])
+def _without_controls(
+    drafts: Drafts,
+    vocabulary: Vocabulary,
+    ids: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    part_of: Sequence[int],
+    wrong: dict[int, str],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Encode anew what people wrote and the tokenizer took for a control token. Looked for in all of it at once.
+
+    part_of: the part that each piece is. wrong: takes up what cannot be written otherwise.
+    """
+    is_control = np.zeros(vocabulary.size, bool)
+    is_control[list(vocabulary.controls)] = True
+    own = np.zeros(len(drafts.given), bool)
+    own[part_of] = [each is vocabulary.tokenizer for each in drafts.pieces.tokenizers]
+    found = np.unique(np.searchsorted(bounds, np.flatnonzero(is_control[ids]), "right") - 1)
+    if not len(found := found[own[found]]):
+        return ids, bounds
+    parts = np.split(ids, bounds[1:-1])
+    for part in found.tolist():
+        text = drafts.pieces.texts[bisect_left(part_of, part)]
+        try:
+            parts[part] = np.array(encode_around(vocabulary, text), np.int64)
+        except ValueError as error:
+            wrong.setdefault(part, str(error))
+    return np.concatenate(parts), np.cumsum([0, *map(len, parts)])

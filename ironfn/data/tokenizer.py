@@ -8,7 +8,7 @@ import re
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -33,7 +33,6 @@ _FIM_NAMES = (
 _LONGEST_WORD = 64  # WordPiece gives up on words above 100 characters, and is quadratic in their length
 _PIECE = 1 << 16
 _BATCH = 1 << 20
-_NEWLINE = "\n"
 
 
 @frozen
@@ -43,6 +42,7 @@ class Vocabulary:
     size: one more than the highest id. eos: the id that ends a document. fim: its sentinels, if it has them.
     controls: ids that text must never give. unknown: the id for text without a token, if there is one.
     joins: whether texts encoded apart and put together decode to the joined text (true of byte-level tokenizers).
+    byte_level: whether a token's letters stand for bytes. prefix: what tokens that go on with a word begin with.
     checksum: xxh3 of the tokenizer.json.
     """
 
@@ -53,6 +53,8 @@ class Vocabulary:
     controls: dict[int, str]
     unknown: int | None
     joins: bool
+    byte_level: bool
+    prefix: str
     checksum: int
 
 
@@ -94,11 +96,15 @@ def train(texts: Iterable[str], spec: TokenizerSpec) -> str:
 
 def load(path: str | Path, eos: str | None = None) -> Vocabulary:
     """Read a tokenizer.json: see `parse`."""
+    return parse(read(path), path, eos)
+
+
+def read(path: str | Path) -> bytes:
+    """Return the bytes of a tokenizer.json. ValueError where there are none."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: no tokenizer.json can be read ({error}); restore it, or prepare again") from error
-    return parse(data, path, eos)
 
 
 def parse(data: bytes, path: str | Path, eos: str | None = None) -> Vocabulary:
@@ -135,6 +141,8 @@ def parse(data: bytes, path: str | Path, eos: str | None = None) -> Vocabulary:
         controls=controls,
         unknown=unknown,
         joins=_joins(tokenizer),
+        byte_level="ByteLevel" in json.dumps([layout.get("pre_tokenizer"), layout.get("decoder")]),
+        prefix=layout["model"].get("continuing_subword_prefix") or "",
         checksum=xxhash.xxh3_64_intdigest(data),
     )
 
@@ -213,46 +221,6 @@ def _encode(vocabulary: Vocabulary, texts: list[str]) -> list[array[int]]:
     return [array("I", encoding.ids) for encoding in encodings]
 
 
-@frozen
-class Piece:
-    """Hold a stretch of a text, and how it is encoded.
-
-    begins: whether the text begins with it; some tokenizers put a space before what does. never: the id that it is the
-    name of and must not become.
-    """
-
-    text: str
-    tokenizer: Tokenizer
-    begins: bool
-    never: int | None = None
-
-
-def encode_pieces(pieces: Sequence[Piece], *, joins: bool) -> list[list[int]]:
-    """Return the ids of each piece, as it stands in its text, by all cores. joins: as `Vocabulary` has it.
-
-    ValueError where a tokenizer has no other way to write a name than the control token.
-    """
-    found: list[list[int]] = [[] for _ in pieces]
-    for tokenizer in {id(piece.tokenizer): piece.tokenizer for piece in pieces}.values():
-        mine = [number for number, piece in enumerate(pieces) if piece.tokenizer is tokenizer]
-        on = [not (joins or pieces[number].begins) for number in mine]
-        texts = [_NEWLINE * after + pieces[number].text for number, after in zip(mine, on, strict=True)]
-        line = tokenizer.encode(_NEWLINE, add_special_tokens=False).ids if any(on) else []
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for number, after, encoding in zip(mine, on, encoded, strict=True):
-            ids = encoding.ids
-            if after and (not line or ids[: len(line)] != line):
-                ids = tokenizer.encode(pieces[number].text, add_special_tokens=False).ids
-            elif after:
-                ids = ids[len(line) :]
-            found[number] = ids
-            never = pieces[number].never
-            if never is not None and never in ids:
-                what = f"the tokenizer has no way to write {pieces[number].text!r} but as a control token"
-                raise ValueError(f"{what}; leave it out")
-    return found
-
-
 def encode_around(vocabulary: Vocabulary, text: str) -> array[int]:
     """Encode a text whose plain encoding holds a control token, by cutting the token's name in two wherever it stands.
 
@@ -273,16 +241,14 @@ def byte_lengths(vocabulary: Vocabulary) -> NDArray[np.int32]:
     Exact for byte-level and byte-fallback tokenizers; for WordPiece with word breaks the space before a word counts.
     """
     lengths = np.zeros(vocabulary.size, np.int32)
-    layout = json.loads(vocabulary.tokenizer.to_str())
-    byte_level = "ByteLevel" in json.dumps([layout.get("pre_tokenizer"), layout.get("decoder")])
-    prefix = cast("str | None", layout["model"].get("continuing_subword_prefix"))
+    prefix = vocabulary.prefix
     added = vocabulary.tokenizer.get_added_tokens_decoder()
     for token, i in vocabulary.tokenizer.get_vocab(with_added_tokens=True).items():
         if i in vocabulary.controls or i == vocabulary.unknown:
             continue
         if i in added:
             lengths[i] = len(token.encode())
-        elif byte_level:
+        elif vocabulary.byte_level:
             lengths[i] = len(token)
         elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
             lengths[i] = 1
