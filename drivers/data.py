@@ -12,6 +12,7 @@ from rich.text import Text
 from ironfn.spec.records import RunSpec
 
 from .check import command as check
+from .gym import command as gym
 from .specs import takes_spec
 from .sums import command as sums
 
@@ -42,6 +43,7 @@ def command() -> None:
 
 
 command.add_command(check)
+command.add_command(gym)
 command.add_command(sums)
 
 

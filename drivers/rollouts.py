@@ -35,7 +35,8 @@ from ironfn.rewards.values import Completion as Answer
 from ironfn.types import Batch, Params
 
 from .build import Job
-from .failures import together
+from .doubts import unrewarded
+from .failures import Failure, together
 from .objectives import reference_params, refers, under_adapter
 from .samples import Rollout, Sample, best, differs, mean_of, parts_of, written
 
@@ -109,8 +110,11 @@ class Rollouts:
         count = min(self.job.spec.report.eval_rows, data.rows)
         prompts = [data.prompts[k * data.rows // count] for k in range(count)]
         streams: list[tuple[int | str, ...]] = [("evaluation", k) for k in range(count)]
-        best = sum(reward.weight * reward.high for reward in self.rewards)
-        told = {"accuracy": mean_of(self.answered(state, prompts, streams, 1, 0.0))}
+        best = sum(max(reward.weight * reward.low, reward.weight * reward.high) for reward in self.rewards)
+        likeliest = self.answered(state, prompts, streams, 1, 0.0)
+        if state.step == 0:
+            self._require_rewards(likeliest, "the evaluation before the first step")
+        told = {"accuracy": mean_of(likeliest)}
         if grpo.tries:
             tried = self.answered(state, prompts, streams, grpo.tries, grpo.temperature)
             passed = [any(one.reward is not None and one.reward >= best - 1e-9 for one in group) for group in tried]
@@ -153,6 +157,7 @@ class Rollouts:
             groups = [[self._shaped(sample) for sample in group] for group in found]
             groups = self._held(state, numbers, groups)
             rollout = evolve(rollout, numbers=rollout.numbers + numbers, groups=rollout.groups + groups)
+            self._require_rewards(rollout.groups, f"the rollout of step {first + 1}")
             if sum(map(differs, rollout.groups)) >= grpo.prompts:
                 break
         rollout = best(rollout, grpo.prompts)
@@ -160,6 +165,11 @@ class Rollouts:
             self.folder.mkdir(exist_ok=True)
             replace_whole(self._path(first), json.dumps(asdict(rollout)).encode())
         return rollout
+
+    def _require_rewards(self, groups: Sequence[Sequence[Sample]], where: str) -> None:
+        """Stop the run where no text has a reward: all ranks know the same samples."""
+        if (wrong := unrewarded(groups, where)) is not None:
+            raise Failure(wrong, speaks=self.job.speaks)
 
     def _shaped(self, sample: Sample) -> Sample:
         """Take off what a text is too long by (DAPO, arXiv 2503.14476, eq. 13)."""

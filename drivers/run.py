@@ -72,6 +72,8 @@ def run(
 
         together(mesh, device, begin)
         alike(mesh, device, "the spec", xxhash.xxh3_64_intdigest(dump_spec(spec).encode()))
+        # before the model is loaded: what they lack is told at once
+        rewards = together(mesh, device, lambda: rewards_of(spec, device, grades=speaks))
         job = together(mesh, device, lambda: build(spec, mesh, device, lesson))
         alike(mesh, device, f"the data in {spec.data.dir}", job.train.checksum)
         job = evolve(job, base=_identity(job, job.adapts, Path(spec.model.init_from or "")))
@@ -84,9 +86,7 @@ def run(
         if speaks:
             replace_whole(place.tokenizer, job.train.tokenizer.read_bytes())
             keep_along(spec.model.init_from, place)
-        rollouts = None
-        if spec.data.form == "prompts":
-            rollouts = Rollouts(job, place.rollouts, together(mesh, device, lambda: rewards_of(spec.grpo.rewards)))
+        rollouts = Rollouts(job, place.rollouts, rewards) if rewards else None
         with watching(job, place, console, state, seconds, rollouts) as watch:
             state = _loop(job, state, place, watch, stopped)
         if state.step < spec.train.steps:

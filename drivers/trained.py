@@ -28,6 +28,7 @@ from .adapted import found_base, merged, opened_base
 from .build import forward, pick_device
 from .gguf import carried, end_of
 from .imported import kept, vocabulary_of
+from .origin import model_fields
 from .rundir import RunDir
 from .saved import open_saved
 from .wording import Wording
@@ -114,13 +115,30 @@ def open_model(
 
     dtype: of the parameters; None takes a run's own, the files' on a GPU, float32 on a CPU. device: None picks one.
     """
-    device = pick_device("auto") if device is None else device
-    kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    opened = _of_gguf if path.is_file() else _of_directory if is_directory(path) else _of_run
-    found = opened(path, say, kind, device)
+    found = _opened(path, say, dtype, device)
     if found.arch.score:
         raise ValueError(f"{path} ends in a reward (model.score) and predicts no token; take a model that has a head")
     return found
+
+
+def open_scorer(path: Path, say: Callable[[str], None], *, device: torch.device | None = None) -> Trained:
+    """Open a reward model for use. ValueError where it has no tokenizer, or ends in no reward; else as `open_model`."""
+    known = {} if path.is_file() else model_fields(path)
+    if not known.get("score", True):
+        raise ValueError(
+            f"{path} predicts tokens and gives no reward; train one by `ironfn reward-model`, or take a "
+            "...ForSequenceClassification of one label"
+        )
+    return _opened(path, say, None, device)
+
+
+def _opened(
+    path: Path, say: Callable[[str], None], dtype: torch.dtype | str | None, device: torch.device | None
+) -> Trained:
+    device = pick_device("auto") if device is None else device
+    kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    opened = _of_gguf if path.is_file() else _of_directory if is_directory(path) else _of_run
+    return opened(path, say, kind, device)
 
 
 def _of_run(path: Path, say: Callable[[str], None], dtype: torch.dtype | None, device: torch.device) -> Trained:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 import xxhash
-from attrs import asdict, define, evolve
+from attrs import Factory, asdict, define, evolve
 from tokenizers import Tokenizer
 
 from ironfn.algo.step import Metrics, State
@@ -31,6 +31,7 @@ from ironfn.types import Batch
 
 from .build import Job
 from .console import Console
+from .doubts import Doubts
 from .places import trained_shapes
 from .rollouts import Rollouts
 from .rundir import RunDir
@@ -90,6 +91,7 @@ class Watch:
     flops: float
     peak: float
     rollouts: Rollouts | None = None
+    doubts: Doubts = Factory(Doubts)
 
     def roll_out(self, state: State) -> tuple[Batch, Metrics]:
         """Return an update's batch of what the policy wrote, and tell what that was where it is new."""
@@ -97,6 +99,8 @@ class Watch:
         batch, told = self.rollouts(state)
         if self.voice is not None and told:
             self.voice.completions(self.rollouts)
+            for line in self.doubts.about(told, self.job.spec.grpo.tokens):
+                self.voice.console.warn(line)
         return batch, told
 
     def forget(self, place: RunDir) -> None:
@@ -144,6 +148,8 @@ class Watch:
                 told = self.rollouts.evaluated(state)
                 if self.voice is not None and told:
                     self.voice.evaluation(answers_row(state.step, self.meter.seconds, told))
+                    if math.isnan(told["accuracy"]):
+                        self.voice.console.warn("no answer of this evaluation has a reward: every grader failed")
             elif (data := job.validation) is not None:
                 batches = map(job.here, job.eval_batches(data))
                 found = evaluate(job.eval_loss, state.model, batches, job.mesh, data.byte_lengths)

@@ -289,10 +289,16 @@ def test_tasks_of_reasoning_gym_are_made_again_in_the_process_that_grades(
     task = Task("sums", 4, 3, {"top": 8})
     made = rows(task)
     assert made == rows(task)
-    assert [row["index"] for row in made] == [0, 1, 2, 3]
+    assert [row["gym"]["index"] for row in made] == [0, 1, 2, 3]
     right = [Completion(row["prompt"], f"so \\boxed{{{row['answer']}}}", row) for row in made]
-    with gym_pool(task) as pool:
+    other = rows(Task("sums", 4, 5))  # another one in the same file
+    assert other[0]["answer"] != made[0]["answer"]
+    with gym_pool() as pool:
         assert kinds(gym_reward(pool)(right)) == [1.0] * 4
-        assert kinds(gym_reward(pool)([Completion("", " 1000 ", made[0])])) == [0.05]
+        wrong = [Completion("", " 1000 ", made[0]), Completion("", made[0]["answer"], other[0])]
+        assert kinds(gym_reward(pool)(wrong)) == [0.05, 0.05]
+        strange: list[Any] = [{}, {"gym": 3}, {"gym": {"name": "none", "size": 1, "seed": 1, "index": 0}}]
+        strange += [{"gym": made[0]["gym"] | {"index": 4}}, {"gym": made[0]["gym"] | {"more": 1}}]
+        assert kinds(gym_reward(pool)([Completion("", "1", row) for row in strange])) == ["error"] * 5
     with pytest.raises(ValueError, match="cannot make 4 of 'other'"):
         rows(Task("other", 4, 3))

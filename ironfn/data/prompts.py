@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from ironfn.data.readers import Bad, Blank, Row, rows
 from ironfn.data.sources import find
 from ironfn.data.tokenizer import byte_lengths
 from ironfn.spec.records import DataSpec
+
+_NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 @frozen(eq=False)
@@ -56,16 +59,19 @@ class Prompts(Dataset):
         return [self.prompts[place] for place in places.tolist()]
 
 
-def open_prompts(spec: DataSpec, split: str, lesson: Lesson, longest: int) -> Prompts:
+def open_prompts(
+    spec: DataSpec, split: str, lesson: Lesson, longest: int, needs: Mapping[str, Sequence[str]] = _NOTHING
+) -> Prompts:
     """Read a split's prompts: rows with ``prompt``, a text or messages, and whatever else they are graded by.
 
-    A prompt of more than ``longest`` tokens is left out. Equal rows count once. ValueError for a row without a prompt,
-    unless ``data.bad_lines`` is count, and where there are none.
+    needs: from a reward's name to the fields that it reads. A prompt of more than ``longest`` tokens is left out. Equal
+    rows count once. ValueError for a row without a prompt, or what it needs, unless ``data.bad_lines`` is count, and
+    where there are none.
     """
     vocabulary, chosen, cut, seen = lesson.teaching.vocabulary, list[Prompt](), 0, set[bytes]()
     for name, one in spec.sets.items():
         for source in find(one.sources):
-            for item in _rows(source.path, lesson):
+            for item in _rows(source.path, lesson, needs):
                 if isinstance(item, Fault):
                     if spec.bad_lines == "stop":
                         raise ValueError(
@@ -92,7 +98,7 @@ def open_prompts(spec: DataSpec, split: str, lesson: Lesson, longest: int) -> Pr
     )  # fmt: skip
 
 
-def _rows(path: Path, lesson: Lesson) -> Iterator[Prompt | Fault]:
+def _rows(path: Path, lesson: Lesson, needs: Mapping[str, Sequence[str]]) -> Iterator[Prompt | Fault]:
     for row in rows(path):
         if isinstance(row, Blank):
             continue
@@ -100,9 +106,19 @@ def _rows(path: Path, lesson: Lesson) -> Iterator[Prompt | Fault]:
             yield Fault(row.place, "unreadable row", f"{row.what}; correct it, or leave it out")
             continue
         try:
-            yield _prompt(row, lesson)
+            yield _graded(_prompt(row, lesson), row.place, needs)
         except ValueError as error:
             yield error if isinstance(error, Fault) else Fault(row.place, "prompt", str(error))
+
+
+def _graded(prompt: Prompt, place: str, needs: Mapping[str, Sequence[str]]) -> Prompt:
+    """Return a prompt that has what its answers are graded by. `Fault` for one that has not."""
+    for reward, fields in needs.items():
+        for name in fields:
+            if (value := prompt.row.get(name)) is None or (isinstance(value, str) and not value.strip()):
+                what = f"the field {name!r}, which grpo.rewards.{reward} reads, is missing or empty; fill it, or say "
+                raise Fault(place, "nothing to grade by", f"{what}what it is called by sft.fields: {{{name}: …}}")
+    return prompt
 
 
 def _prompt(row: Row, lesson: Lesson) -> Prompt:

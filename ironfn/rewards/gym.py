@@ -12,6 +12,9 @@ from ironfn.rewards.math import final
 from ironfn.rewards.values import Completion, Grader, Result
 from ironfn.rewards.worker import Limits, Pool
 
+FIELD = "gym"
+"""The field of a row that names its task, and the question's number in it."""
+
 
 @frozen
 class Task:
@@ -23,10 +26,15 @@ class Task:
     settings: Mapping[str, Any] = {}
 
 
-def made(task: Task) -> Any:
-    """Return the data set itself. ValueError where the package is missing, or does not know the task."""
+def require_gym() -> None:
+    """Raise a ValueError where the package is missing."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ValueError("these tasks need reasoning-gym; install it: pip install 'ironfn[gym]'")
+
+
+def made(task: Task) -> Any:
+    """Return the data set itself. ValueError where the package is missing, or does not know the task."""
+    require_gym()
     import reasoning_gym  # pyright: ignore[reportMissingImports]: an extra
 
     try:
@@ -36,24 +44,24 @@ def made(task: Task) -> Any:
 
 
 def rows(task: Task) -> list[dict[str, Any]]:
-    """Return the task's rows: ``prompt``, ``answer``, and ``index`` by which `gym_reward` knows the question."""
+    """Return the task's rows: ``prompt``, ``answer``, and ``gym``, by which `gym_reward` knows the question again."""
+    told = asdict(task)
     return [
-        {"prompt": entry["question"], "answer": entry["answer"], "index": at} for at, entry in enumerate(made(task))
+        {"prompt": entry["question"], "answer": entry["answer"], FIELD: {**told, "index": at}}
+        for at, entry in enumerate(made(task))
     ]
 
 
-def gym_pool(task: Task, *, seconds: float = 5.0, size: int = 1) -> Pool:
-    """Return the processes that grade a task's answers. ValueError as for `made`, which is done once to see."""
-    made(task)
-    return Pool("ironfn.rewards.gym_worker", asdict(task), Limits(seconds=seconds), size)
+def gym_pool(*, seconds: float = 10.0, size: int = 1) -> Pool:
+    """Return the processes that grade answers to `rows`. ValueError where the package is missing."""
+    require_gym()
+    return Pool("ironfn.rewards.gym_worker", {}, Limits(seconds=seconds), size)
 
 
 def gym_reward(pool: Pool) -> Grader:
-    """Return a grader that gives what the task gives for a completion's final answer, or for all of its text."""
+    """Return a grader that gives what the row's task gives for a completion's final answer, or for all of its text."""
 
     def grade(completions: Sequence[Completion]) -> list[Result]:
-        answers = [final(each.text) or each.text for each in completions]
-        asked = zip(completions, answers, strict=True)
-        return pool.every([{"index": each.field("index"), "answer": answer} for each, answer in asked])
+        return pool.every([[each.row.get(FIELD), final(each.text) or each.text] for each in completions])
 
     return grade

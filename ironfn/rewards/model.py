@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from attrs import evolve
@@ -12,6 +14,7 @@ from ironfn.model.arch import Arch
 from ironfn.model.forward import DEFAULT, Forward
 from ironfn.model.score import scores_at
 from ironfn.model.shared import fold
+from ironfn.rewards.values import Completion, Failure, Grader, Result, Score
 from ironfn.tree import branch, leaf
 from ironfn.types import Params
 
@@ -48,6 +51,47 @@ def rewards(
         size += sum(map(len, group))
     if waiting:
         yield from _score(params, arch, waiting, how, mesh)
+
+
+def model_reward(
+    params: Params,
+    arch: Arch,
+    ids: Callable[[Completion], Sequence[int]],
+    *,
+    how: Forward = DEFAULT,
+    squash: bool = True,
+) -> Grader:
+    """Return a grader that gives what a reward model does, whatever texts of one prompt share computed once.
+
+    ids: how it reads a prompt with its completion; ValueError where it cannot, which fails that completion alone.
+    squash: give 1 / (1 + exp(-r)), the probability with which it prefers a text to one of reward 0 (Bradley-Terry), and
+    not the reward r itself, which may be any number.
+    """
+
+    def grade(completions: Sequence[Completion]) -> list[Result]:
+        texts: list[Sequence[int] | Failure] = [_read(completion, ids, arch) for completion in completions]
+        pairs = zip(completions, texts, strict=True)
+        known = [(each.prompt, text) for each, text in pairs if not isinstance(text, Failure)]
+        groups = [[text for _, text in group] for _, group in itertools.groupby(known, lambda pair: pair[0])]
+        found = itertools.chain.from_iterable(rewards(params, arch, groups, how=how))
+        return [text if isinstance(text, Failure) else _scored(next(found), squash) for text in texts]
+
+    return grade
+
+
+def _read(completion: Completion, ids: Callable[[Completion], Sequence[int]], arch: Arch) -> Sequence[int] | Failure:
+    try:
+        text = ids(completion)
+        _check(text, arch)
+        return text
+    except ValueError as error:
+        return Failure("error", str(error))
+
+
+def _scored(reward: float, squash: bool) -> Score:
+    if not squash or math.isnan(reward):
+        return Score(reward)
+    return Score(1 / (1 + math.exp(-reward)) if reward > -700 else 0.0)
 
 
 def _check(text: Sequence[int], arch: Arch) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from queue import LifoQueue
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ironfn.rewards.values import Failure, Result, result_of
 from ironfn.rewards.waiting import readable
@@ -41,6 +41,10 @@ class Limits:
             raise ValueError(f"{self.seconds} s, {self.memory} bytes: a reward's limits have to be above 0")
 
 
+class _Killed(Failure):
+    """Say that a process was ended by a signal, which need not be the fault of what it was asked."""
+
+
 class Worker:
     """Keep one process of a module that calls `ironfn.rewards.serving.serve`; it starts when it is asked first."""
 
@@ -53,15 +57,27 @@ class Worker:
         self._read = b""
 
     def ask(self, request: object) -> Result:
-        """Return what the process answers to a JSON value, or how it failed. It is killed where it is late."""
+        """Return what the process answers to a JSON value, or how it failed. It is killed where it is late.
+
+        One that a signal ends, such as that of somebody who needs its memory, has a successor that is asked the same
+        once more. One that ends itself has failed.
+        """
         if self._process is not None and self._process.poll() is not None:  # it died with nothing to do
             self.close()
+        try:
+            line = json.dumps(request)
+        except (TypeError, ValueError) as error:
+            return Failure("error", f"it cannot be sent to be graded: {error}")
+        said = self._asked(line)
+        return self._asked(line) if isinstance(said, _Killed) else said
+
+    def _asked(self, line: str) -> Result:
         if self._process is None:
             self._start()
             said = self._line(self._first, self._limits.start)
             if isinstance(said, Failure):
-                return Failure("crash" if said.kind == "crash" else "timeout", f"at its start: {said.what}")
-        said = self._line(json.dumps(request), self._limits.seconds)
+                return evolve(said, what=f"at its start: {said.what}")
+        said = self._line(line, self._limits.seconds)
         return said if isinstance(said, Failure) else _result(said)
 
     def close(self) -> None:
@@ -88,7 +104,7 @@ class Worker:
         except TimeoutError:
             failure = Failure("timeout", f"no answer within {seconds:g} s")
         except (OSError, EOFError):
-            failure = Failure("crash", f"the process ended with {_code(self._process)}")
+            failure = _ended(self._process)
         except ValueError:
             failure = Failure("crash", "the process said what is no answer")
         self.close()
@@ -115,10 +131,13 @@ def _result(said: Mapping[str, Any]) -> Result:
     return Failure("error", str(said["error"])) if "error" in said else result_of(said.get("value"))
 
 
-def _code(process: subprocess.Popen[bytes]) -> str:
+def _ended(process: subprocess.Popen[bytes]) -> Failure:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)
-    return "no code" if process.returncode is None else f"code {process.returncode}"
+    code = process.returncode
+    if code is not None and code < 0:
+        return _Killed("crash", f"the process was ended by signal {-code}")
+    return Failure("crash", f"the process ended with {'no code' if code is None else f'code {code}'}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from ironfn.spec.check_preference import shared_rows
-from ironfn.spec.records import GraderSpec, RunSpec
-from ironfn.spec.structure import Path, show
+from ironfn.spec.check_rewards import rewards
+from ironfn.spec.records import RunSpec
+from ironfn.spec.structure import Path
 
 _FORM, _AT = ("data", "form"), ("grpo",)
 
@@ -17,11 +17,7 @@ def policy(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
     if spec.data.form != "prompts":
         return
     grpo = spec.grpo
-    if not grpo.rewards:
-        what = "names no reward; write for example `rewards: {right: {kind: math}}`"
-        yield ((*_AT, "rewards"),), what
-    for name, one in grpo.rewards.items():
-        yield from _grader((*_AT, "rewards", name), one)
+    yield from rewards((*_AT, "rewards"), grpo.rewards)
     if grpo.tokens >= spec.data.length:
         what = f"completions of {grpo.tokens} tokens leave no room for a prompt in rows of {spec.data.length}"
         yield ((*_AT, "tokens"), ("data", "length")), what
@@ -40,24 +36,6 @@ def policy(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
     if grpo.kl != "none" and grpo.reference is None and spec.model.init_from is None:
         yield ((*_AT, "kl"), ("model", "init_from")), "holds a policy to a reference; set model.init_from"
     yield from _beside(spec)
-
-
-def _grader(at: Path, one: GraderSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
-    if one.kind in ("keyword", "soft_keyword", "sections") and not one.words:
-        yield ((*at, "words"), (*at, "kind")), f"{one.kind} looks for words; give some"
-    if one.kind == "function" and re.fullmatch(r"[\w.]+:\w+", one.path) is None:
-        yield ((*at, "path"), (*at, "kind")), f"{show(one.path)} is no function; write package.module:function"
-    if one.kind == "pattern":
-        try:
-            re.compile(one.pattern)
-        except re.error as error:
-            yield ((*at, "pattern"),), f"{show(one.pattern)} is not a regular expression: {error}"
-        if not one.pattern:
-            yield ((*at, "pattern"), (*at, "kind")), "a pattern of nothing matches everything; write one"
-    if not one.low < one.high:
-        yield ((*at, "low"), (*at, "high")), f"{one.low:g} is not below {one.high:g} (high)"
-    if one.seconds <= 0:
-        yield ((*at, "seconds"),), f"{one.seconds:g} has to be above 0"
 
 
 def _beside(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:

@@ -8,26 +8,66 @@ from attrs import field, frozen
 
 
 @frozen
+class JudgeSpec:
+    """Describe a judge: another model, asked by OpenAI's API for each completion.
+
+    url: up to and with ``/v1``. key: the name of the environment variable that holds its key, None for no key.
+    prompt: what it is told, "" being ours; ``{low}`` and ``{high}`` are the ends of its scale, and it has to end its
+    answer with ``Score: N``. fields: those of the row that it is shown beside prompt and completion. low, high: its
+    scale; a score is where on it, 0 to 1. tokens: what it may write. tries: of one completion. failures: how many in a
+    row let it rest for ``rest`` seconds. together: questions at one time. remembered: answers that are not asked again.
+    """
+
+    url: str = ""
+    model: str = ""
+    key: str | None = None
+    prompt: str = ""
+    fields: list[str] = field(factory=list)
+    low: float = 0.0
+    high: float = 10.0
+    tokens: int = 512
+    tries: int = 4
+    failures: int = 8
+    rest: float = 30.0
+    together: int = 4
+    remembered: int = 10_000
+
+
+@frozen
 class GraderSpec:
     """Describe a reward: what it looks at, what it may give, and what becomes of a completion that it cannot grade.
 
     kind: ``math`` compares with the row's field ``answer``, exactly, as numbers, then by algebra; ``exact`` as texts;
     ``keyword``, ``soft_keyword`` and ``sections`` look for ``words``; ``pattern`` matches one regular expression;
-    ``function`` calls ``path``, as in package.module:function; ``code`` runs the tests in the row's field ``answer``.
-    seconds: what one completion may take. low, high: other scores are failures. on_failure: leave out the ``sample`` or
-    its whole ``group``, or ``stop``.
+    ``function`` calls ``path``, as in package.module:function; ``code`` runs the tests in the row's field ``answer``;
+    ``gym`` grades as the task of the row's field ``gym`` does; ``judge`` asks a ``judge``; ``model`` is a reward model
+    in the directory ``path``.
+    squash: of a reward model, the logistic function of its number, from 0 to 1, and not the number itself.
+    seconds: what one completion may take; None: 60 for a judge, all tries together, 10 for others. low, high: other
+    scores are failures. on_failure: leave out the ``sample`` or its whole ``group``, or ``stop``.
     """
 
-    kind: Literal["math", "exact", "keyword", "soft_keyword", "sections", "pattern", "function", "code"] = "math"
+    kind: Literal[
+        "math", "exact", "keyword", "soft_keyword", "sections", "pattern", "function", "code", "gym", "judge", "model"
+    ] = "math"
     weight: float = 1.0
     answer: str = "answer"
     words: list[str] = field(factory=list)
     pattern: str = ""
     path: str = ""
-    seconds: float = 10.0
+    judge: JudgeSpec = field(factory=JudgeSpec)
+    squash: bool = True
+    seconds: float | None = None
     low: float = 0.0
     high: float = 1.0
     on_failure: Literal["sample", "group", "stop"] = "sample"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Name the fields that a row has to have for this reward."""
+        if self.kind in ("math", "exact", "code"):
+            return (self.answer,)
+        return {"gym": ("gym",), "judge": tuple(self.judge.fields)}.get(self.kind, ())
 
 
 @frozen

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from ironfn.spec.adapter_records import AdapterSpec as AdapterSpec
 from ironfn.spec.grpo_records import GraderSpec as GraderSpec
 from ironfn.spec.grpo_records import GrpoSpec as GrpoSpec
+from ironfn.spec.grpo_records import JudgeSpec as JudgeSpec
 from ironfn.spec.model_records import ModelSpec as ModelSpec
 from ironfn.spec.model_records import MoeSpec as MoeSpec
 from ironfn.spec.model_records import RopeSpec as RopeSpec
