@@ -18,6 +18,7 @@ PARTS = MappingProxyType(
         "sft": ("lessons", "quantized", "finetuning"),
         "dpo": ("preferring",),
         "rewards": ("rewards",),
+        "grpo": ("rewards", "rewarding"),
     }
 )
 """The modules whose figures make a part, the quick ones first."""

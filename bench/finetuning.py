@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
-from attrs import define
+from attrs import define, field
 
 from bench.figure import Figure
 from bench.tuners import lesson
@@ -67,7 +68,7 @@ class Tuner:
     name: str
     process: subprocess.Popen[str]
     steps: int
-    seconds: float = 0.0
+    times: list[float] = field(factory=list)
     processor: float = 0.0
     tokens: int = 0
     peak: float = 0.0
@@ -85,7 +86,12 @@ class Tuner:
     @property
     def speed(self) -> float:
         """Trained tokens a second."""
-        return self.tokens / self.seconds
+        return self.tokens / sum(self.times)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.times)
 
     def step(self, *, counted: bool) -> None:
         """Have it take its next step."""
@@ -93,7 +99,8 @@ class Tuner:
         print(file=self.process.stdin, flush=True)
         seconds, processor, tokens, _ = _line(self.process.stdout)
         if counted:
-            self.seconds, self.processor = self.seconds + seconds, self.processor + processor
+            self.times.append(seconds)
+            self.processor += processor
             self.tokens += int(tokens)
 
     def __enter__(self) -> Self:
