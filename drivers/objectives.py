@@ -37,7 +37,7 @@ def losses(spec: RunSpec, arch: Arch, plain: Forward, how: Forward, reference: R
     if form == "prompts":
         return policy_loss(
             arch, policy_objective(spec.grpo), evolve(how, dropout=None, jitter=None, adapt=plain.adapt), chunk=chunk,
-            temperature=spec.grpo.temperature, penalties=spec.grpo.router_losses,
+            penalties=spec.grpo.router_losses,
         ), lm_loss(arch, plain)  # fmt: skip
     if form in ("documents", "examples"):
         body = torch.compile(hidden, fullgraph=True, dynamic=False) if spec.train.compile else hidden

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from attrs import asdict, evolve
 from tokenizers import Tokenizer
 
 from ironfn import rng, tree
-from ironfn.algo.advantage import advantages
 from ironfn.algo.step import Metrics, State
 from ironfn.checkpoint.files import replace_whole
 from ironfn.data.groups import Completion, Group, lay_groups
@@ -38,7 +36,7 @@ from .build import Job
 from .doubts import unrewarded
 from .failures import Failure, together
 from .objectives import reference_params, refers, under_adapter
-from .samples import Rollout, Sample, best, differs, mean_of, parts_of, written
+from .samples import Rollout, Sample, best, differs, mean_of, parts_of, passes, taught, told_of, written
 
 _ROWS_APART = 1 << 24
 """How far the rows of two updates are apart in the numbering that keys dropout."""
@@ -68,7 +66,8 @@ class Rollouts:
             self.now = self._kept(first)
             return self._batch(self.now, state), {}
         self.now = self._rolled(first, state)
-        return self._batch(self.now, state), self._told(self.now)
+        spec = self.job.spec
+        return self._batch(self.now, state), told_of(self.now, self.rewards, spec.grpo, spec.train.seed)
 
     def answered(
         self,
@@ -110,14 +109,13 @@ class Rollouts:
         count = min(self.job.spec.report.eval_rows, data.rows)
         prompts = [data.prompts[k * data.rows // count] for k in range(count)]
         streams: list[tuple[int | str, ...]] = [("evaluation", k) for k in range(count)]
-        best = sum(max(reward.weight * reward.low, reward.weight * reward.high) for reward in self.rewards)
         likeliest = self.answered(state, prompts, streams, 1, 0.0)
         if state.step == 0:
             self._require_rewards(likeliest, "the evaluation before the first step")
         told = {"accuracy": mean_of(likeliest)}
         if grpo.tries:
             tried = self.answered(state, prompts, streams, grpo.tries, grpo.temperature)
-            passed = [any(one.reward is not None and one.reward >= best - 1e-9 for one in group) for group in tried]
+            passed = [any(passes(one, self.rewards) for one in group) for group in tried]
             told |= {f"pass_{grpo.tries}": statistics.fmean(passed), f"mean_{grpo.tries}": mean_of(tried)}
         return told
 
@@ -149,13 +147,13 @@ class Rollouts:
         """Write, grade, and write to other prompts where all completions of one were worth the same."""
         grpo, seed = self.job.spec.grpo, self.job.spec.train.seed
         start = first // grpo.updates * grpo.prompts * (1 + grpo.refill)
-        rollout = Rollout(first, [], [])
+        rollout = Rollout(first, grpo.temperature_at(first), [], [])
         for turn in range(1 + grpo.refill):
             numbers = list(range(start + turn * grpo.prompts, start + (turn + 1) * grpo.prompts))
             streams: list[tuple[int | str, ...]] = [("rollout", first, number) for number in numbers]
-            found = self.answered(state, self.prompts.at(numbers, seed), streams, grpo.group, grpo.temperature)
+            found = self.answered(state, self.prompts.at(numbers, seed), streams, grpo.group, rollout.temperature)
             groups = [[self._shaped(sample) for sample in group] for group in found]
-            groups = self._held(state, numbers, groups)
+            groups = self._held(state, evolve(rollout, numbers=numbers, groups=groups))
             rollout = evolve(rollout, numbers=rollout.numbers + numbers, groups=rollout.groups + groups)
             self._require_rewards(rollout.groups, f"the rollout of step {first + 1}")
             if sum(map(differs, rollout.groups)) >= grpo.prompts:
@@ -179,17 +177,17 @@ class Rollouts:
         over = max(0, len(sample.written.ids) - (grpo.tokens - grpo.overlong))
         return evolve(sample, reward=sample.reward - over / grpo.overlong)
 
-    def _held(self, state: State, numbers: list[int], groups: list[list[Sample]]) -> list[list[Sample]]:
+    def _held(self, state: State, rollout: Rollout) -> list[list[Sample]]:
         """Take off each text's divergence from the reference, where that belongs into the reward."""
         grpo, job = self.job.spec.grpo, self.job
         if grpo.kl == "none" or grpo.kl_in == "loss":
-            return groups
+            return rollout.groups
         done: list[list[Sample]] = []
-        for prompt, group in zip(self.prompts.at(numbers, job.spec.train.seed), groups, strict=True):
+        for prompt, group in zip(self.prompts.at(rollout.numbers, job.spec.train.seed), rollout.groups, strict=True):
             texts = [Completion(one.written.ids, 0.0, {"drawn": one.written.log_probs}) for one in group]
             arrays = lay_groups([Group(prompt.ids, texts)], job.spec.data.length, job.train.eos)
             batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
-            batch["row"] = torch.arange(len(batch["tokens"]))
+            batch |= _at(rollout.temperature, batch) | {"row": torch.arange(len(batch["tokens"]))}
             batch["reference"] = self._referred(state, batch)
             places = asked_places(batch)
             apart = places.sums(divergence(grpo.kl, *(places.of(name, batch) for name in ("drawn", "reference"))))
@@ -246,8 +244,9 @@ class Rollouts:
         """Lay the part of the rollout that this update learns from into rows, and return this rank's."""
         job, grpo, mesh = self.job, self.job.spec.grpo, self.job.mesh
         turn, part = divmod(state.step - rollout.step, grpo.batches)
-        groups = self._groups(rollout)
-        order = rng.generator(job.spec.train.seed, "replay", rollout.step, turn)
+        seed = job.spec.train.seed
+        groups = taught(rollout, self.prompts.at(rollout.numbers, seed), self.rewards, grpo, seed)
+        order = rng.generator(seed, "replay", rollout.step, turn)
         chosen = torch.randperm(len(groups), generator=order).tensor_split(grpo.batches)[part].tolist()
         together_ = mesh.shares * (job.spec.train.micro_batch or 1)
         texts = [len(one.ids) for group in groups for one in group.completions]
@@ -259,23 +258,10 @@ class Rollouts:
         mine = slice(mesh.share * rows, (mesh.share + 1) * rows)
         batch = {name: torch.from_numpy(values[mine]) for name, values in arrays.items()}
         numbers = np.arange(mine.start, mine.stop) + state.step * _ROWS_APART
-        batch["row"] = torch.from_numpy(numbers)
+        batch |= _at(rollout.temperature, batch) | {"row": torch.from_numpy(numbers)}
         if refers(job.spec):
             batch["reference"] = self._referred(state, batch)
         return batch
-
-    def _groups(self, rollout: Rollout) -> list[Group]:
-        grpo, seed = self.job.spec.grpo, self.job.spec.train.seed
-        better = advantages(rollout.rewards, grpo.scale, deviation=grpo.deviation).tolist()
-        prompts = self.prompts.at(rollout.numbers, seed)
-        return [
-            Group(prompt.ids, [
-                Completion(one.written.ids, value, {"drawn": one.written.log_probs})
-                for one, value in zip(samples, values, strict=True)
-                if one.reward is not None and (grpo.truncated == "learn" or one.written.reason == "stop")
-            ])
-            for prompt, samples, values in zip(prompts, rollout.groups, better, strict=True)
-        ]  # fmt: skip
 
     @torch.no_grad()
     def _referred(self, state: State, batch: Batch) -> torch.Tensor:
@@ -286,29 +272,9 @@ class Rollouts:
         for start in range(0, len(done), size):
             here = job.here({name: x[start : start + size] for name, x in batch.items()})
             places = asked_places(here)
-            log_p, _ = place_log_probs(
-                model, here, job.arch, job.mesh, job.how, places, job.spec.train.loss_chunk, job.spec.grpo.temperature
-            )
+            log_p, _ = place_log_probs(model, here, job.arch, job.mesh, job.how, places, job.spec.train.loss_chunk)
             done[start : start + size].view(-1)[places.at.cpu()] = log_p.cpu().to(done)
         return done
-
-    def _told(self, rollout: Rollout) -> Metrics:
-        samples = [sample for group in rollout.groups for sample in group]
-        known = [sample.reward for sample in samples if sample.reward is not None]
-        lengths = [len(sample.written.ids) for sample in samples]
-        told: Metrics = {
-            "reward": statistics.fmean(known) if known else math.nan,
-            "reward_std": statistics.pstdev(known) if known else math.nan,
-            "failed": float(len(samples) - len(known)),
-            "alike": 1 - sum(map(differs, rollout.groups)) / max(len(rollout.groups), 1),
-            "length": statistics.fmean(lengths),
-            "truncated": sum(sample.written.reason != "stop" for sample in samples) / len(samples),
-        }
-        for name in (reward.name for reward in self.rewards):
-            given = [x for sample in samples if isinstance(x := sample.parts[name], float)]
-            told[f"rewards/{name}"] = statistics.fmean(given) if given else math.nan
-            told[f"failed/{name}"] = float(len(samples) - len(given))
-        return told
 
     def _path(self, first: int) -> Path:
         return self.folder / f"{first:08d}.json"
@@ -330,4 +296,9 @@ class Rollouts:
         groups = [
             [Sample(written(one["written"]), one["reward"], one["parts"]) for one in group] for group in told["groups"]
         ]
-        return Rollout(told["step"], told["numbers"], groups)
+        return Rollout(told["step"], told["temperature"], told["numbers"], groups)
+
+
+def _at(temperature: float, batch: Batch) -> Batch:
+    """Say at which temperature all of a batch was drawn; of 1 nothing has to be said."""
+    return {} if temperature == 1 else {"temperature": torch.full_like(batch["drawn"], temperature)}

@@ -1,18 +1,24 @@
-"""Hold what a policy wrote, and what it was worth."""
+"""Hold what a policy wrote, what it was worth, and what is learned of it."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
+from ironfn import rng
+from ironfn.algo.advantage import advantages, repeats
+from ironfn.algo.step import Metrics
+from ironfn.data.groups import Completion, Group
+from ironfn.data.prompts import Prompt
 from ironfn.generate.rollout import Written
-from ironfn.rewards.manager import Graded
+from ironfn.rewards.manager import Graded, Reward
 from ironfn.rewards.values import Score
+from ironfn.spec.records import GrpoSpec
 
 
 @frozen
@@ -26,9 +32,10 @@ class Sample:
 
 @frozen
 class Rollout:
-    """Hold what was written at one step: the places of its prompts in the walk over them, and their completions."""
+    """Hold what was written at one step and temperature: the places of its prompts in the walk, and the completions."""
 
     step: int
+    temperature: float
     numbers: list[int]
     groups: list[list[Sample]]
 
@@ -67,3 +74,63 @@ def best(rollout: Rollout, count: int) -> Rollout:
     """Keep as many groups as were wanted: those that teach first, in their order."""
     order = sorted(range(len(rollout.groups)), key=lambda k: not differs(rollout.groups[k]))[:count]
     return evolve(rollout, numbers=[rollout.numbers[k] for k in order], groups=[rollout.groups[k] for k in order])
+
+
+def passes(sample: Sample, rewards: Sequence[Reward]) -> bool:
+    """Tell whether a completion got the most that its graders give together, whatever was taken off it since."""
+    most = sum(max(reward.weight * reward.low, reward.weight * reward.high) for reward in rewards)
+    given = [sample.parts[reward.name] for reward in rewards]
+    if sample.reward is None or not all(isinstance(value, float) for value in given):
+        return False
+    return sum(r.weight * float(value) for r, value in zip(rewards, given, strict=True)) >= most - 1e-9
+
+
+def taught(
+    rollout: Rollout, prompts: Sequence[Prompt], rewards: Sequence[Reward], grpo: GrpoSpec, seed: int
+) -> list[Group]:
+    """Return what is learned of a rollout: the same on every rank and in every replay."""
+    better = advantages(rollout.rewards, grpo.scale, deviation=grpo.deviation).tolist()
+    masked = set(_masked(rollout, rewards, grpo, seed))
+    alone = grpo.truncated == "mask"
+    return [
+        Group(prompt.ids, [
+            Completion(one.written.ids, 0.0 if (k, i) in masked else value, {"drawn": one.written.log_probs})
+            for i, (one, value) in enumerate(zip(samples, values, strict=True))
+            if one.reward is not None and not (alone and (k, i) in masked)
+        ])
+        for k, (prompt, samples, values) in enumerate(zip(prompts, rollout.groups, better, strict=True))
+    ]  # fmt: skip
+
+
+def _masked(rollout: Rollout, rewards: Sequence[Reward], grpo: GrpoSpec, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield which completions came to no end and are not learned from for that: see `GrpoSpec.truncated`."""
+    for k, group in enumerate(rollout.groups):
+        for i, one in enumerate(group):
+            if grpo.truncated == "learn" or one.written.reason == "stop" or one.reward is None:
+                continue
+            if grpo.truncated == "conditional":
+                draw = torch.rand((), generator=rng.generator(seed, "truncated", rollout.step, rollout.numbers[k], i))
+                if not passes(one, rewards) or repeats(one.written.ids) or float(draw) >= grpo.truncated_share:
+                    continue
+            yield k, i
+
+
+def told_of(rollout: Rollout, rewards: Sequence[Reward], grpo: GrpoSpec, seed: int) -> Metrics:
+    """Return the metrics of a rollout."""
+    samples = [sample for group in rollout.groups for sample in group]
+    known = [sample.reward for sample in samples if sample.reward is not None]
+    told: Metrics = {
+        "reward": statistics.fmean(known) if known else math.nan,
+        "reward_std": statistics.pstdev(known) if known else math.nan,
+        "failed": float(len(samples) - len(known)),
+        "alike": 1 - sum(map(differs, rollout.groups)) / max(len(rollout.groups), 1),
+        "length": statistics.fmean(len(sample.written.ids) for sample in samples),
+        "truncated": sum(sample.written.reason != "stop" for sample in samples) / len(samples),
+        "masked": sum(1 for _ in _masked(rollout, rewards, grpo, seed)) / len(samples),
+        "temperature": rollout.temperature,
+    }
+    for name in (reward.name for reward in rewards):
+        given = [x for sample in samples if isinstance(x := sample.parts[name], float)]
+        told[f"rewards/{name}"] = statistics.fmean(given) if given else math.nan
+        told[f"failed/{name}"] = float(len(samples) - len(given))
+    return told

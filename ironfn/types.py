@@ -28,6 +28,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 ``until``     int64 [rows, length], where documents of a row share their beginnings: a token belongs to the documents
               ``segment`` to ``until``, and stands before what only some of them have; -1 on padding
 ``reference`` float32 [rows, length], a reference's log-probabilities; those of a text's places are what is summed
+``temperature`` float32 [rows, length], what the logits were divided by when a token was drawn; absent: 1
 ``liked``     int64 [rows, length], 1 where a completion is liked
 ``lengths``   int64 [rows, length], the length of each token's document; absent: as much of it as the row holds
 ``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)

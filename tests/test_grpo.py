@@ -40,10 +40,11 @@ train: {{steps: 8, threads: 1}}
 checkpoint: {{every: 4}}
 report: {{eval_every: 8, eval_rows: 3, prompts: ["the "], sample_tokens: 4, peak_flops: 1e11}}
 """
+STAGES = "grpo.stages={hot: {step: 3, temperature: 1.4}}"
 LORA = ("adapter.kind=lora", "adapter.rank=4")
 WAYS: dict[str, tuple[str, ...]] = {
-    "whole": ("grpo.refill=1", "grpo.scale=batch", "grpo.mean=rollout", "train.micro_batch=2"),
-    "held": ("grpo.kl=k3", "grpo.loss=cispo", "grpo.entropy=0.01"),
+    "whole": ("grpo.refill=1", "grpo.scale=batch", "grpo.mean=rollout", "train.micro_batch=2", STAGES),
+    "held": ("grpo.temperature=0.8", "grpo.kl=k3", "grpo.loss=cispo", "grpo.entropy=0.01"),
     "lora": (*LORA, "adapter.dropout=0.1", "grpo.kl=k2", "grpo.mean=constant", "grpo.whole=true"),
     "nf4": (*LORA, "adapter.base=nf4_all", "grpo.kl=k1", "grpo.kl_in=reward", "grpo.overlong=3", "grpo.loss=sapo"),
 }
@@ -117,6 +118,9 @@ def test_what_is_told_of_a_run(way: str, runs: Path) -> None:
     assert [("reward" in row) for row in train] == [True, False, False, False] * 2
     assert all(row["gap"] <= 1e-5 and abs(row["ratio"] - 1) <= 1e-5 for row in train[::4])
     assert any(row["gap"] > 1e-5 for row in train[2:4])
+    assert [row["temperature"] for row in train[::4]] == {"whole": [1.0, 1.4], "held": [0.8] * 2}.get(way, [1.0] * 2)
+    if "kl" in train[0]:
+        assert abs(train[0]["kl"]) <= 1e-5, "the reference is what the run begins from, at the same temperature"
     assert sum(row["grad_norm"] > 0 for row in train) >= 4
     for row in train[::4]:
         assert 0 <= row["rewards/vowels"] <= 1
@@ -211,6 +215,9 @@ def _sets(overrides: tuple[str, ...]) -> list[str]:
         ("grpo.rewards.new={kind: function, path: 'nowhere:f'}", "cannot be imported"),
         ("grpo.tokens=40", "no room for a prompt"),
         ("grpo.group=1", "at least 2"),
+        ("grpo.stages={a: {step: 3, temperature: 0}}", "above 0"),
+        ("grpo.stages={a: {step: 3}, b: {step: 3}}", "where a begins already"),
+        ("grpo.truncated_share=0", "above 0"),
         ("grpo.batches=5", "cannot be parted"),
         ("grpo.reference=base", "nothing is held to it"),
         ("adapter={kind: prompt}", "have no prompt of their own"),

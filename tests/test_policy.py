@@ -195,12 +195,12 @@ def test_the_loss_is_the_same_on_every_mesh(name: str) -> None:
         "weight": (torch.arange(8) >= torch.tensor([[2], [4], [7], [3]])).double().expand(shape).clone(),
         "position": torch.arange(8).expand(shape).clone(), "row": torch.arange(4),
         "segment": torch.zeros(shape, dtype=torch.long),
-        "share": torch.full(shape, 4.0).double(),
+        "share": torch.full(shape, 4.0).double(), "temperature": torch.full(shape, 0.8).double(),
     }  # fmt: skip
     for field in ("drawn", "reference"):
         batch[field] = -5 + torch.randn(shape, generator=generator).double()
     batch["advantage"] = torch.randn(4, 1, generator=generator).double().expand(shape).clone()
-    loss = policy_loss(arch, OBJECTIVES[name], temperature=0.8, chunk=3)
+    loss = policy_loss(arch, OBJECTIVES[name], chunk=3)
 
     def outcome(mesh: Mesh, micro: int = 4) -> tuple[LossSum, Params]:
         mine = {n: x.tensor_split(mesh.shares)[mesh.share] for n, x in batch.items()}

@@ -64,11 +64,12 @@ def groups_of(found: list[list[Written]]) -> list[Group]:
 def batch_of(groups: list[Group], length: int, **options: Any) -> Batch:
     arrays = lay_groups(groups, length, END, **options)
     batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    batch["temperature"] = torch.full_like(batch["drawn"], WARMTH)
     return batch | {"row": torch.arange(len(arrays["tokens"]))}
 
 
 def judged(params: Params, arch: Arch, batch: Batch, mean: Any = "sequence") -> tuple[LossSum, Params]:
-    loss = policy_loss(arch, Objective(clipped(), mean), temperature=WARMTH, penalties=False)
+    loss = policy_loss(arch, Objective(clipped(), mean), penalties=False)
     return value_and_grad(loss)(params, batch, SINGLE)
 
 
@@ -138,7 +139,7 @@ def test_nothing_to_learn_is_a_row_without_weight() -> None:
     params, arch = model_of("llama")
     for mean in ("sequence", "token", "constant", "rollout"):
         batch = {name: torch.from_numpy(values) for name, values in rows.items()} | {"row": torch.arange(2)}
-        loss = policy_loss(arch, Objective(clipped(whole=True), mean, 4, kl=None, entropy=0.1), temperature=WARMTH)
+        loss = policy_loss(arch, Objective(clipped(whole=True), mean, 4, kl=None, entropy=0.1))
         out, grads = value_and_grad(loss)(params, batch, SINGLE)
         assert out.total == out.weight == 0
         assert tree.norm(grads) == 0

@@ -15,7 +15,8 @@ from ironfn.mesh import fake
 from ironfn.mesh.axis import SINGLE, Mesh
 from ironfn.model.weights import Weight
 
-ROWS, WIDTH, IDS, TABLE, WARMTH = 7, 6, 9, 12, 0.5
+ROWS, WIDTH, IDS, TABLE = 7, 6, 9, 12
+WARMTH = torch.tensor([0.5, 0.8, 1.0, 0.7, 1.3, 0.5, 2.0], dtype=torch.float64)
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
@@ -33,7 +34,7 @@ class Case:
     def expected(self, cap: float | None) -> tuple[Tensor, Tensor]:
         logits = (self.x @ self.w.t()).to(torch.promote_types(self.x.dtype, torch.float32)) + self.b
         logits = logits[:, :IDS] if cap is None else cap * (logits[:, :IDS] / cap).tanh()
-        log_p = (logits / WARMTH).log_softmax(-1)
+        log_p = (logits / WARMTH.to(logits)[:, None]).log_softmax(-1)
         return log_p.gather(1, self.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
     def grads(self, found: tuple[Tensor, Tensor], learned: bool, *by: Tensor) -> tuple[Tensor, ...]:
@@ -146,5 +147,5 @@ def test_torch_func_sees_scores(learned: bool) -> None:
 
 def test_the_temperature_is_in_the_log_probability() -> None:
     w = torch.tensor([[2.0], [0.0]])
-    found, _ = token_scores(torch.ones(1, 1), w, torch.tensor([0]), SINGLE.tp, vocab=2, temperature=0.5)
+    found, _ = token_scores(torch.ones(1, 1), w, torch.tensor([0]), SINGLE.tp, vocab=2, temperature=torch.tensor([0.5]))
     assert float(found) == pytest.approx(-0.018150, abs=1e-6)

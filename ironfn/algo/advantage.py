@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -39,3 +40,12 @@ def advantages(
         squares = apart.square().sum(1, keepdim=True)
     below = (count - int(deviation == "sample")).clamp(min=1)
     return apart / ((squares / below).sqrt() + eps)
+
+
+def repeats(ids: Sequence[int], window: int = 128) -> bool:
+    """Tell whether a text goes round at its end: its last ``window`` ids are those before them (arXiv 2603.07777).
+
+    >>> repeats([7, 1, 2, 1, 2], 2), repeats([1, 2, 1, 2, 3], 2), repeats([1, 2], 2)
+    (True, False, False)
+    """
+    return len(ids) >= 2 * window and tuple(ids[-window:]) == tuple(ids[-2 * window : -window])

@@ -64,15 +64,14 @@ def place_log_probs(
     how: Forward,
     places: Places,
     chunk: int | None = None,
-    temperature: float = 1.0,
 ) -> tuple[Tensor, Seen]:
     """Return the log-probabilities [N] of what the places ask for, in nats, and what the experts tell.
 
-    The head runs at these places only. chunk: as `cross_entropy`. temperature: what the logits are divided by.
+    The head runs at these places only, at the batch's ``temperature`` where it has one. chunk: as `cross_entropy`.
     """
     x, seen = hidden(params, batch, arch, mesh, how)
-    x, head = _at_head(x, params, arch, mesh, how, places)
-    return token_log_probs(x, targets=places.targets, temperature=temperature, chunk=chunk, **head), seen
+    x, head = _at_head(x, params, batch, arch, mesh, how, places)
+    return token_log_probs(x, targets=places.targets, chunk=chunk, **head), seen
 
 
 def place_scores(
@@ -83,7 +82,6 @@ def place_scores(
     how: Forward,
     places: Places,
     chunk: int | None = None,
-    temperature: float = 1.0,
     *,
     learned: bool,
 ) -> tuple[tuple[Tensor, Tensor], Seen]:
@@ -92,15 +90,15 @@ def place_scores(
     learned: whether the entropies have a gradient.
     """
     x, seen = hidden(params, batch, arch, mesh, how)
-    x, head = _at_head(x, params, arch, mesh, how, places)
-    how_much: dict[str, Any] = {"temperature": temperature, "chunk": chunk, "learned": learned}
-    return token_scores(x, targets=places.targets, **how_much, **head), seen
+    x, head = _at_head(x, params, batch, arch, mesh, how, places)
+    return token_scores(x, targets=places.targets, chunk=chunk, learned=learned, **head), seen
 
 
 def _at_head(
-    x: Tensor, params: Params, arch: Arch, mesh: Mesh, how: Forward, places: Places
+    x: Tensor, params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward, places: Places
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the hidden states [N, D] of the places, and the head that reads them."""
-    head = {"w": head_weight(params, arch, how), "bias": head_bias(params, arch, how)}
+    warmth = places.of("temperature", batch) if "temperature" in batch else None
+    head = {"temperature": warmth, "w": head_weight(params, arch, how), "bias": head_bias(params, arch, how)}
     rows = enter(x, mesh).flatten(0, 1).index_select(0, places.at)
     return rows, {"axis": mesh.tp, "vocab": arch.vocab, "softcap": arch.logit_softcap, **head}

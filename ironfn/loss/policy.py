@@ -144,7 +144,6 @@ def policy_loss(
     objective: Objective,
     how: Forward = DEFAULT,
     *,
-    temperature: float = 1.0,
     chunk: int | None = None,
     penalties: bool = True,
 ) -> Loss:
@@ -153,7 +152,8 @@ def policy_loss(
     The batch is as `types.Batch` has it: ``weight`` is 1 where a drawn token is the target, and the texts of a prompt
     may share it. Besides, [rows, length], of these places: ``drawn``, the log-probability with which each was drawn;
     ``advantage``, its text's; ``reference``, another model's log-probability, where a divergence is asked for;
-    ``share``, for ``rollout``. temperature: at which the tokens were drawn. penalties: see `lm_loss`.
+    ``share``, for ``rollout``; ``temperature``, at which each was drawn, 1 where it is absent. penalties: see
+    `lm_loss`.
 
     Metrics, means over the tokens, or over the texts of their tokens' means: ratio, clipped (the share held back),
     entropy, gap (|log ratio|), kl.
@@ -161,9 +161,7 @@ def policy_loss(
 
     def loss(params: Params, batch: Batch, mesh: Mesh) -> LossSum:
         places = asked_places(batch)
-        found, seen = place_scores(
-            params, batch, arch, mesh, how, places, chunk, temperature, learned=bool(objective.entropy)
-        )
+        found, seen = place_scores(params, batch, arch, mesh, how, places, chunk, learned=bool(objective.entropy))
         out, level = objective(*found, places, batch)
         if arch.moe is None or not seen or not penalties:
             return out

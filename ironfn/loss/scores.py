@@ -36,7 +36,6 @@ class _Asked:
     axis: Axis
     vocab: int
     cap: float | None
-    temperature: float
     chunk: int
     told: bool = False
     learned: bool = False
@@ -45,19 +44,21 @@ class _Asked:
 class _Choice:
     """Hold a choice among the ids for some rows, of which this rank has a part of the ids.
 
-    exps: e^z, where z are the logits over the temperature, less the largest. sums: of e^z over all ids. apart: z less
-    its mean under the choice, where an entropy is asked for. local, mine: which id of this rank's the target is, if it
-    is one.
+    heat: the rows' temperatures. exps: e^z, where z are the logits over them, less the largest. sums: of e^z over all
+    ids. apart: z less its mean under the choice, where an entropy is learned. local, mine: which id of this rank's the
+    target is, if it is one.
     """
 
-    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, asked: _Asked) -> None:
-        rows, self.asked = w.shape[0], asked
+    def __init__(
+        self, x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, heat: Tensor | None, asked: _Asked
+    ) -> None:
+        rows, self.heat = w.shape[0], heat
         local = targets - asked.axis.index * rows
         self.mine = (local >= 0) & (local < rows)
         self.local = local.clamp(0, rows - 1)
         logits, self.tanh = logits_of(x, w, b, asked.axis.index * rows, asked.vocab, asked.cap)
-        if asked.temperature != 1:
-            logits.div_(asked.temperature)
+        if heat is not None:
+            logits.div_(heat[:, None])
         if not asked.told:
             self.exps = logits
             self.log_p, self.sums = log_softmax_at(logits, self.local, self.mine, asked.axis)
@@ -78,12 +79,13 @@ class _Choice:
     def of_entropy(self) -> Tensor:
         """Return the gradient of each row's entropy by its logits: -p_j (z_j - the mean z). To be asked for first."""
         assert self.apart is not None, "the entropy is learned"
-        grad = self.apart.mul_(self.exps).mul_((-1 / (self.asked.temperature * self.sums))[:, None])
+        below = self.sums if self.heat is None else self.sums * self.heat
+        grad = self.apart.mul_(self.exps).div_(-below[:, None])
         return grad if self.tanh is None else grad.mul_(1 - self.tanh.square())
 
     def of_log_p(self, factors: Tensor) -> Tensor:
         """Return the gradient of each row's log p by its logits, times its factor, where ``exps`` was."""
-        share = -factors / self.asked.temperature
+        share = -factors if self.heat is None else -factors / self.heat
         to_gradient(self.exps, self.sums, self.local, self.mine, share, self.tanh)
         return self.exps
 
@@ -94,16 +96,17 @@ def _top(logits: Tensor, axis: Axis) -> Tensor:
 
 
 class _Trained(torch.autograd.Function):
-    """(x [N, D], w [V, D], b [V] or None, targets [N]) -> (log p [N], entropy [N], or [0] where it is not told)."""
+    """(x [N, D], w [V, D], b [V], targets [N], heat [N]) -> (log p [N], entropy [N], or [0] where it is not told)."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, asked: _Asked
+        x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, heat: Tensor | None, asked: _Asked
     ) -> tuple[Tensor, Tensor]:
         empty, w = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32)), w.to(x.dtype)
         found = [(empty, empty)]
-        for x_part, target in zip(x.split(asked.chunk), targets.split(asked.chunk), strict=True):
-            choice = _Choice(x_part, w, b, target, asked)
+        for start in range(0, len(x), asked.chunk):
+            place = slice(start, start + asked.chunk)
+            choice = _Choice(x[place], w, b, targets[place], _at(heat, place), asked)
             found.append((choice.log_p, choice.entropy))
             del choice  # or the next chunk's logits would stand beside these
         log_p, entropy = zip(*found, strict=True)
@@ -111,14 +114,14 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.asked = inputs[4]
+        ctx.asked = inputs[5]
         if not ctx.asked.learned:
             ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs[:4])
+        ctx.save_for_backward(*inputs[:5])
 
     @staticmethod
     def backward(ctx: Any, of_log_p: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w, b, targets = ctx.saved_tensors
+        x, w, b, targets, heat = ctx.saved_tensors
         asked: _Asked = evolve(ctx.asked, told=ctx.asked.learned)
         used = w.to(x.dtype)
         x_grad, w_grad, b_grad = (
@@ -127,7 +130,7 @@ class _Trained(torch.autograd.Function):
         counts = (of_log_p != 0) | (of_entropy != 0) if asked.learned else of_log_p != 0
         for place in counts.nonzero()[:, 0].split(asked.chunk):
             x_part = x[place]
-            choice = _Choice(x_part, used, b, targets[place], asked)
+            choice = _Choice(x_part, used, b, targets[place], _at(heat, place), asked)
             more = choice.of_entropy().mul_(of_entropy[place, None]) if asked.learned else None
             grad = choice.of_log_p(of_log_p[place])
             grad = grad if more is None else grad.add_(more)
@@ -139,11 +142,15 @@ class _Trained(torch.autograd.Function):
             if w_grad is not None:
                 add_product(w_grad, grad, x_part)
             del choice, grad, more
-        return x_grad, w_grad, b_grad, None, None
+        return x_grad, w_grad, b_grad, None, None, None
+
+
+def _at(heat: Tensor | None, place: Any) -> Tensor | None:
+    return None if heat is None else heat[place]
 
 
 class _Frozen(torch.autograd.Function):
-    """(x, w, b, targets) -> (log p, entropy, and the gradient of each log p and, if learned, entropy by its own x).
+    """(x, w, b, targets, heat) -> (log p, entropy, the gradients of each log p and, if learned, entropy by its own x).
 
     A token's values depend on its own x alone, so their gradients are known at once, but for a factor. The logits are
     made once; a head that is trained would need its gradient's factors first.
@@ -151,7 +158,7 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, asked: _Asked
+        x: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, heat: Tensor | None, asked: _Asked
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         w = w.to(x.dtype)
         log_p = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
@@ -159,7 +166,7 @@ class _Frozen(torch.autograd.Function):
         own, of_entropy = torch.empty_like(x), torch.empty_like(x if asked.learned else x[:0])
         for start in range(0, len(x), asked.chunk):
             place = slice(start, start + asked.chunk)
-            choice = _Choice(x[place], w, b, targets[place], asked)
+            choice = _Choice(x[place], w, b, targets[place], _at(heat, place), asked)
             log_p[place], entropy[place] = choice.log_p, choice.entropy
             if asked.learned:
                 of_entropy[place] = sum_of_rows(choice.of_entropy().to(x.dtype), w)
@@ -169,7 +176,7 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.learned = inputs[4].learned
+        ctx.learned = inputs[5].learned
         ctx.mark_non_differentiable(*output[1 + ctx.learned :])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[2:])
@@ -181,7 +188,7 @@ class _Frozen(torch.autograd.Function):
             if factor is not None:
                 part = own * factor[:, None].to(own.dtype)
                 total = part if total is None else total.add_(part)
-        return total, None, None, None, None
+        return total, None, None, None, None, None
 
 
 def token_scores(
@@ -193,7 +200,7 @@ def token_scores(
     vocab: int,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | None = None,
     chunk: int | None = None,
     learned: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -201,7 +208,7 @@ def token_scores(
 
     As `token_log_probs`. learned: whether the entropies have a gradient.
     """
-    return _of_tokens(x, w, targets, bias, _Asked(axis, vocab, softcap, temperature, chunk or 0, True, learned))
+    return _of_tokens(x, w, targets, bias, temperature, _Asked(axis, vocab, softcap, chunk or 0, True, learned))
 
 
 def token_log_probs(
@@ -213,19 +220,19 @@ def token_log_probs(
     vocab: int,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Return log softmax((x wᵀ + bias) / temperature)[target] of each target, float32 [N] (float64 for float64).
 
-    x [N, width] and targets [N]; the rest as `cross_entropy` has it, but a head that is had by pieces is there whole.
-    Under `torch.func` all logits are held.
+    x [N, width], targets and temperature [N], None being 1; the rest as `cross_entropy` has it, but a head that is had
+    by pieces is there whole. Under `torch.func` all logits are held.
     """
-    return _of_tokens(x, w, targets, bias, _Asked(axis, vocab, softcap, temperature, chunk or 0))[0]
+    return _of_tokens(x, w, targets, bias, temperature, _Asked(axis, vocab, softcap, chunk or 0))[0]
 
 
 def _of_tokens(
-    x: Tensor, w: Tensor | Weight, targets: Tensor, bias: Tensor | None, asked: _Asked
+    x: Tensor, w: Tensor | Weight, targets: Tensor, bias: Tensor | None, heat: Tensor | None, asked: _Asked
 ) -> tuple[Tensor, Tensor]:
     if isinstance(w, Weight):
         w = torch.cat(list(pieces_of(w, x.dtype)))
@@ -233,8 +240,9 @@ def _of_tokens(
         asked = evolve(asked, chunk=max(64, (1 << (22 if asked.told else 23)) // w.shape[0]))
     if not (plain(x) and plain(w)) or forward_ad_is_on():
         assert asked.axis.size == 1, "torch.func sees one process"
-        return _written_out(x, w, targets, bias, asked)
-    arguments = (x, w, bias, targets, asked)
+        return _written_out(x, w, targets, bias, heat, asked)
+    heat = None if heat is None else heat.to(torch.promote_types(x.dtype, torch.float32))
+    arguments = (x, w, bias, targets, heat, asked)
     if wanted(x) and not (wanted(w) or wanted(bias)):
         return _Frozen.apply(*arguments)[:2]  # pyright: ignore[reportOptionalSubscript, reportReturnType]
     if any(map(wanted, (x, w, bias))):
@@ -242,13 +250,15 @@ def _of_tokens(
     return _Trained.forward(*arguments)
 
 
-def _written_out(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, asked: _Asked) -> tuple[Tensor, Tensor]:
+def _written_out(
+    x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, heat: Tensor | None, asked: _Asked
+) -> tuple[Tensor, Tensor]:
     logits = x @ w[: asked.vocab].t().to(x.dtype)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if bias is not None:
         logits = logits + bias[: asked.vocab]
     if asked.cap is not None:
         logits = (logits / asked.cap).tanh() * asked.cap
-    log_p = F.log_softmax(logits / asked.temperature, -1)
+    log_p = F.log_softmax(logits if heat is None else logits / heat[:, None], -1)
     entropy = -(log_p.exp() * log_p).sum(-1) if asked.told else log_p.new_empty(0)
     return log_p.gather(1, targets[:, None])[:, 0], entropy if asked.learned else entropy.detach()

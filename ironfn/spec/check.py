@@ -121,6 +121,7 @@ RANGES: MappingProxyType[str, Rule] = MappingProxyType(
         "grpo.entropy": NOT_NEGATIVE,
         "grpo.overlong": NOT_NEGATIVE,
         "grpo.tries": NOT_NEGATIVE,
+        "grpo.truncated_share": ABOVE_ZERO_TO_ONE,
         "optim.lr": ABOVE_ZERO,
         "optim.clip": ABOVE_ZERO,
         "optim.schedule.warmup": NOT_NEGATIVE,

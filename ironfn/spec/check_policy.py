@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ironfn.spec.check_preference import shared_rows
 from ironfn.spec.check_rewards import rewards
-from ironfn.spec.records import RunSpec
+from ironfn.spec.records import GrpoSpec, RunSpec
 from ironfn.spec.structure import Path
 
 _FORM, _AT = ("data", "form"), ("grpo",)
@@ -35,7 +35,21 @@ def policy(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
         yield ((*_AT, "reference"), (*_AT, "kl")), "nothing is held to it; set grpo.kl, such as k3"
     if grpo.kl != "none" and grpo.reference is None and spec.model.init_from is None:
         yield ((*_AT, "kl"), ("model", "init_from")), "holds a policy to a reference; set model.init_from"
+    yield from _stages(grpo)
     yield from _beside(spec)
+
+
+def _stages(grpo: GrpoSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
+    begun: dict[int, str] = {}
+    for name, stage in grpo.stages.items():
+        at = (*_AT, "stages", name)
+        if stage.temperature <= 0:
+            yield ((*at, "temperature"),), f"{stage.temperature:g} has to be above 0"
+        if stage.step < 1:
+            yield ((*at, "step"),), f"{stage.step} has to be at least 1; a run begins at grpo.temperature"
+        elif (other := begun.setdefault(stage.step, name)) != name:
+            what = f"{stage.step} is where {other} begins already; give each stage a step of its own"
+            yield ((*at, "step"), (*_AT, "stages", other, "step")), what
 
 
 def _beside(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:

@@ -71,24 +71,35 @@ class GraderSpec:
 
 
 @frozen
+class StageSpec:
+    """Describe a stage of a run: once ``step`` steps were taken, what is written is written at ``temperature``."""
+
+    step: int = 1
+    temperature: float = 1.0
+
+
+@frozen
 class GrpoSpec:
     """Describe how a policy learns from rewards: where ``data.form`` is ``prompts``.
 
-    prompts: written to at a time, ``group`` completions each, of ``tokens`` tokens at most, at ``temperature``. epochs:
-    how often that is gone over, in ``batches`` updates each. refill: rounds of further prompts for those whose
-    completions are rewarded alike (DAPO's dynamic sampling).
+    prompts: written to at a time, ``group`` completions each, of ``tokens`` tokens at most, at ``temperature``, or that
+    of the last of the ``stages`` that has begun. epochs: how often that is gone over, in ``batches`` updates each.
+    refill: rounds of further prompts for those whose completions are rewarded alike (DAPO's dynamic sampling).
     scale, deviation: see `algo.advantage`. loss, low, high, dual, whole, mean, entropy: see `loss.policy`; of cispo
     ``high`` is the largest ratio less 1. kl: an estimator of the divergence from ``reference``, None being the model
     that the run begins from, with ``kl_weight`` in the loss of each token or taken off the reward of each text.
-    truncated: whether completions that came to no end are learned from, or ``mask``ed. overlong: tokens before the
-    longest over which a reward sinks by 1 (DAPO). tries: completions a prompt at an evaluation, for pass@tries; 0
-    writes the likeliest text alone. router_losses: a mixture of experts keeps its routers' losses.
+    truncated: whether completions that came to no end are learned from, or ``mask``ed; ``conditional`` gives a share
+    (``truncated_share``) of those that are right and do not go round the advantage 0 (MicroCoder: Li et al. 2026, arXiv
+    2603.07777). overlong: tokens before the longest over which a reward sinks by 1 (DAPO). tries: completions a prompt
+    at an evaluation, for pass@tries; 0 writes the likeliest text alone. router_losses: a mixture of experts keeps its
+    routers' losses.
     """
 
     prompts: int = 8
     group: int = 8
     tokens: int = 128
     temperature: float = 1.0
+    stages: dict[str, StageSpec] = field(factory=dict)
     epochs: int = 1
     batches: int = 1
     refill: int = 0
@@ -105,7 +116,8 @@ class GrpoSpec:
     kl_in: Literal["loss", "reward"] = "loss"
     reference: str | None = None
     entropy: float = 0.0
-    truncated: Literal["learn", "mask"] = "learn"
+    truncated: Literal["learn", "mask", "conditional"] = "learn"
+    truncated_share: float = 0.1
     overlong: int = 0
     tries: int = 0
     router_losses: bool = False
@@ -115,3 +127,8 @@ class GrpoSpec:
     def updates(self) -> int:
         """Count the updates that learn from what was written at one time."""
         return self.epochs * self.batches
+
+    def temperature_at(self, step: int) -> float:
+        """Return the temperature of what is written at this step."""
+        begun = [stage for stage in self.stages.values() if stage.step <= step]
+        return max(begun, key=lambda stage: stage.step).temperature if begun else self.temperature
