@@ -42,7 +42,8 @@ def in_a_line(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, MemoryError) or any(word in text for word in ("allocate", "out of memory", "Storage size")):
         first = text.split("\n", 1)[0]
-        return f"not enough memory ({first}): lower train.batch or set train.micro_batch, or choose a smaller model"
+        less = "lower train.batch (grpo.prompts) or set train.micro_batch, or choose a smaller model"
+        return f"not enough memory ({first}): {less}"
     return None
 
 

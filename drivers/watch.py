@@ -296,7 +296,7 @@ def _describe(job: Job, flops: float, peak: float, step: int) -> RunRow:
         flops_per_token=flops,
         peak_flops=peak,
         devices=job.mesh.world.size,
-        tokens_per_step=spec.train.batch * spec.data.length,
+        tokens_per_step=0 if spec.data.form == "prompts" else spec.train.batch * spec.data.length,
         device=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
         extra={"trained": _trained(job)} if job.adapts else {},
     )

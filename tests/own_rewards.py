@@ -34,9 +34,13 @@ def kills_itself(completion: Completion) -> float:
 
 
 def waits_once(completion: Completion) -> float:
-    """Say in the file of RWD_MARK which process this is, and wait to be killed; where it is there, give a score."""
-    mark = Path(os.environ["RWD_MARK"])
-    if len(completion.ids) > 3 and not mark.exists():
-        mark.write_text(f"{os.getpid()}\n")
-        time.sleep(50)
+    """Write into the file of RWD_MARK which process this is, and wait until it holds something else.
+
+    Once, for the first text of some length after the file of RWD_AFTER is there; all others get a score at once.
+    """
+    mark, mine = Path(os.environ["RWD_MARK"]), f"{os.getpid()}\n"
+    if len(completion.ids) > 3 and not mark.exists() and Path(os.environ.get("RWD_AFTER", ".")).exists():
+        mark.write_text(mine)
+        while mark.read_text() == mine:
+            time.sleep(0.05)
     return 1 / (1 + len(completion.ids))

@@ -219,6 +219,8 @@ def _sets(overrides: tuple[str, ...]) -> list[str]:
         ("grpo.stages={a: {step: 3}, b: {step: 3}}", "where a begins already"),
         ("grpo.truncated_share=0", "above 0"),
         ("grpo.batches=5", "cannot be parted"),
+        ("train.batch=16", "an update learns from grpo.prompts x grpo.group texts"),
+        ("data.sets.mine.weight=2", "all prompts are asked alike often"),
         ("grpo.reference=base", "nothing is held to it"),
         ("adapter={kind: prompt}", "have no prompt of their own"),
         ("data.form=pairs", "ironfn dpo"),

@@ -183,7 +183,7 @@ def _facts(run: Run) -> str:
             "peak_flops": "peak FLOP/s",
             "tokens_per_step": "tokens a step",
         }.items()
-        if isinstance(start.get(name), int | float)
+        if isinstance(start.get(name), int | float) and start[name]
     }
     named |= {name.replace("_", " "): _plain(value) for name, value in facts.items()}
     items = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd></div>" for name, value in named.items())

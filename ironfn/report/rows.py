@@ -27,7 +27,7 @@ class RunRow:
     """Say what the rows that follow rest on: at step 0, and again where a run goes on with another number of devices.
 
     parameters: numbers in the model. flops_per_token: forward and backward. peak_flops: of one device, in FLOP/s.
-    tokens_per_step: target positions of one step, over all ranks. device: its name.
+    tokens_per_step: target positions of one step, over all ranks, 0 where they vary. device: its name.
     """
 
     kind: ClassVar[str] = "run"

@@ -282,7 +282,7 @@ def _mesh(spec: RunSpec) -> Iterator[Found]:
         what = f"{mesh.tp} ranks cannot share the positions of rows of {spec.data.length} tokens evenly"
         yield (("mesh", "sequence_parallel"), ("data", "length"), ("mesh", "tp")), what
     yield from _whole_only(spec)
-    if spec.train.batch % (mesh.dp * mesh.ep):
+    if spec.data.form != "prompts" and spec.train.batch % (mesh.dp * mesh.ep):
         what = f"{mesh.dp * mesh.ep} ranks (dp x ep) cannot share {spec.train.batch} rows evenly"
         yield (("train", "batch"), ("mesh", "dp"), ("mesh", "ep")), what
 
@@ -302,7 +302,7 @@ def _whole_only(spec: RunSpec) -> Iterator[Found]:
 def _train(spec: RunSpec) -> Iterator[Found]:
     train, mesh = spec.train, spec.mesh
     rows, split = divmod(train.batch, mesh.dp * mesh.ep)
-    if train.micro_batch is not None and not split and rows % train.micro_batch:
+    if spec.data.form != "prompts" and train.micro_batch is not None and not split and rows % train.micro_batch:
         divisors = [n for n in range(1, min(rows, 4096) + 1) if rows % n == 0]
         near = min(divisors, key=lambda n: abs(n - (train.micro_batch or 1)))
         what = f"{train.micro_batch} rows at a time do not divide the batch's {rows} rows a rank; write {near}"

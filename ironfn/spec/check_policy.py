@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ironfn.spec.check_preference import shared_rows
 from ironfn.spec.check_rewards import rewards
-from ironfn.spec.records import GrpoSpec, RunSpec
+from ironfn.spec.records import GrpoSpec, RunSpec, TrainSpec
 from ironfn.spec.structure import Path
 
 _FORM, _AT = ("data", "form"), ("grpo",)
@@ -54,6 +54,12 @@ def _stages(grpo: GrpoSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
 
 def _beside(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
     yield from shared_rows(spec)
+    if spec.train.batch != TrainSpec().batch:
+        what = "an update learns from grpo.prompts x grpo.group texts, parted into grpo.batches; leave it out"
+        yield (("train", "batch"), _FORM), what
+    weighed = [name for name, one in spec.data.sets.items() if one.weight != 1]
+    for path in (("data", "sets", name, "weight") for name in weighed):
+        yield (path, _FORM), "all prompts are asked alike often, whatever set they are of; leave it out"
     if spec.train.noise_scale_every is not None:
         what = "the gradient noise scale is that of rows, not of texts that share them; leave one of them out"
         yield (("train", "noise_scale_every"), _FORM), what

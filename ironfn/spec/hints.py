@@ -82,12 +82,13 @@ def hint(path: Path, fields: Mapping[Path, Any]) -> str:
     everywhere: dict[str, list[str]] = {}
     for place in fields:
         everywhere.setdefault(str(place[-1]), []).append(".".join(map(str, place)))
+    written = [name for name, places in everywhere.items() if any("*" not in place for place in places)]
     meant = (
         ([key] if key in here else [])
         or everywhere.get(key)
         or ([SYNONYMS[key]] if key in SYNONYMS else [])
         or difflib.get_close_matches(key, here, 1, 0.7)
-        or [place for name in difflib.get_close_matches(key, everywhere, 1, 0.75) for place in everywhere[name]]
+        or [place for name in difflib.get_close_matches(key, written, 1, 0.75) for place in everywhere[name]]
         or [SYNONYMS[name] for name in difflib.get_close_matches(key, SYNONYMS, 1, 0.75)]
     )
     if meant:
