@@ -47,7 +47,11 @@ data:
   sets: {{sums: {{sources: [{folder}/rows.jsonl]}}}}
   split: {{validation: 0.0}}
 sft: {{prompts: text}}
-grpo: {{prompts: {prompts}, group: {group}, tokens: {tokens}, rewards: {{letters: {{kind: exact}}}}}}
+grpo:
+  prompts: {prompts}
+  group: {group}
+  tokens: {tokens}
+  rewards: {{vowels: {{kind: pattern, pattern: "[aeiou]"}}}}
 optim: {{lr: {lr}, schedule: {{kind: constant}}, adamw: {{weight_decay: 0.0}}}}
 train: {{steps: 1000}}
 """

@@ -25,6 +25,7 @@ from ironfn.loss.log_probs import asked_places, place_log_probs
 from ironfn.loss.policy import divergence
 from ironfn.mesh.agree import each
 from ironfn.mesh.axis import SINGLE
+from ironfn.model import skinny
 from ironfn.model.adapters import is_adapter, merge
 from ironfn.model.forward import unadapted
 from ironfn.model.prepared import packed
@@ -225,7 +226,7 @@ class Rollouts:
         return [[written(one) for one in told[k]] for k in range(len(prompts))]
 
     def _generator(self, state: State) -> Generator:
-        """Return the policy as it is now; on a CPU its matrices are laid out for few rows, an adapter merged into them.
+        """Return the policy as it is now; on a CPU its matrices are laid out for a few rows, an adapter merged into them.
 
         That takes as much memory again while it writes.
         """
@@ -237,7 +238,7 @@ class Rollouts:
             if job.adapts:
                 params, arch = merge(job.spec.adapter, arch, tree.branch(state.extra, "fixed"), state.params)
                 how = evolve(how, adapt=unadapted)
-            params, arch = packed(params, arch)
+            params, arch = packed(params, arch, skinny.blocked)
         return Generator(params=params, arch=arch, how=how, version=state.step)
 
     def _batch(self, rollout: Rollout, state: State) -> Batch:
@@ -252,8 +253,9 @@ class Rollouts:
         texts = [len(one.ids) for group in groups for one in group.completions]
         share = sum(texts) / max(len(texts), 1)
         arrays = lay_groups(
-            [groups[k] for k in chosen], job.spec.data.length, job.train.eos, rows=together_, share=share
-        )
+            [groups[k] for k in chosen], job.spec.data.length, job.train.eos, rows=together_,
+            step=math.lcm(16, mesh.tp.size), share=share,
+        )  # fmt: skip
         rows = len(arrays["tokens"]) // mesh.shares
         mine = slice(mesh.share * rows, (mesh.share + 1) * rows)
         batch = {name: torch.from_numpy(values[mine]) for name, values in arrays.items()}

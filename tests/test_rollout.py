@@ -113,6 +113,8 @@ def test_every_completion_stands_in_the_rows_once_whatever_their_length() -> Non
         ]
         rows = lay_groups(groups, length, END, rows=4)
         assert len(rows["tokens"]) % 4 == 0
+        filled = int(np.flatnonzero((rows["segment"] >= 0).any(0))[-1]) + 1
+        assert filled <= rows["tokens"].shape[1] <= min(length, filled + 15)
         seen: list[tuple[int, ...]] = []
         for row in range(len(rows["tokens"])):
             for segment in range(int(rows["segment"][row].max()) + 1):

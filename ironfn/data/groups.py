@@ -6,7 +6,7 @@ The places are those of `pairs`: a completion begins with the last id of its pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from attrs import field, frozen
@@ -36,8 +36,13 @@ class Group:
     completions: Sequence[Completion]
 
 
-def lay_groups(groups: Sequence[Group], length: int, end: int, *, rows: int = 1, share: float | None = None) -> Arrays:
-    """Return rows [n, length] that hold every completion once, its prompt before it; n is a multiple of ``rows``.
+def lay_groups(
+    groups: Sequence[Group], length: int, end: int, *, rows: int = 1, step: int = 16, share: float | None = None
+) -> Arrays:
+    """Return rows [n, T] that hold every completion once, its prompt before it; n is a multiple of ``rows``.
+
+    T is ``length``, or what the fullest row needs where that is less, up to a multiple of ``step``: there is no text to
+    come that could fill the rest.
 
     A prompt stands once in front of as many of its completions as fit into a row together, the first of them first;
     such parts are laid by `pack`. Rows that are added to make the number, and what nothing fills, have the segment -1
@@ -49,7 +54,8 @@ def lay_groups(groups: Sequence[Group], length: int, end: int, *, rows: int = 1,
     packs = pack(sizes, length)
     count = -(-max(packs.rows, 1) // rows) * rows
     names = sorted({"drawn"} | {name for group in groups for each in group.completions for name in each.told})
-    shape = (count, length)
+    fullest = max((int(sizes[packs.texts[a:b]].sum()) for a, b in pairwise(packs.offsets.tolist())), default=0)
+    shape = (count, min(length, -(-max(fullest, 1) // step) * step))
     done: Arrays = {
         "tokens": np.full(shape, end, np.int64),
         "targets": np.full(shape, end, np.int64),

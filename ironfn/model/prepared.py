@@ -22,15 +22,16 @@ _TOGETHER = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("wo",), ("w_up",), ("w_dow
 _BIASES = ("bq", "bk", "bv")
 
 
-def packed(params: Params, arch: Arch) -> tuple[Params, Arch]:
+def packed(params: Params, arch: Arch, make: Callable[[Tensor], Times] = skinny.float32) -> tuple[Params, Arch]:
     """Return the model with its matrices laid out for decoding, as suits each number of rows.
 
     Float32 on a CPU that has fbgemm and oneDNN; anything else is returned as it is. Large matrices are kept twice, for
-    one row and for more, and a tied head becomes a leaf of its own. Experts stay as they are.
+    one row and for more, or once where ``make`` is `skinny.blocked`; a tied head becomes a leaf of its own. Experts
+    stay as they are.
     """
     table = leaf(branch(params, "embed"), "tokens")
     suits = table.dtype == torch.float32 and skinny.suits(table)
-    return _prepared(params, arch, skinny.float32) if suits else (params, arch)
+    return _prepared(params, arch, make) if suits else (params, arch)
 
 
 def int8(params: Params, arch: Arch) -> tuple[Params, Arch]:
