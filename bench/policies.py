@@ -42,7 +42,7 @@ name: policy
 model: {{init_from: {folder}/hf}}
 data:
   form: prompts
-  length: 512
+  length: 1024
   shuffle: false
   sets: {{sums: {{sources: [{folder}/rows.jsonl]}}}}
   split: {{validation: 0.0}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -226,7 +227,7 @@ class Rollouts:
         return [[written(one) for one in told[k]] for k in range(len(prompts))]
 
     def _generator(self, state: State) -> Generator:
-        """Return the policy as it is now; on a CPU its matrices are laid out for a few rows, an adapter merged into them.
+        """Return the policy as it is now; on a CPU its matrices are laid out for few rows, an adapter merged into them.
 
         That takes as much memory again while it writes.
         """
