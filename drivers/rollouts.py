@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import asdict, evolve
+from attrs import evolve
 from tokenizers import Tokenizer
 
 from ironfn import rng, tree
@@ -38,7 +38,7 @@ from .build import Job
 from .doubts import unrewarded
 from .failures import Failure, together
 from .objectives import reference_params, refers, under_adapter
-from .samples import Rollout, Sample, best, differs, mean_of, parts_of, passes, taught, told_of, written
+from .samples import Rollout, Sample, as_json, best, differs, mean_of, parts_of, passes, taught, told_of, written
 
 _ROWS_APART = 1 << 24
 """How far the rows of two updates are apart in the numbering that keys dropout."""
@@ -163,7 +163,7 @@ class Rollouts:
         rollout = best(rollout, grpo.prompts)
         if self.job.speaks:
             self.folder.mkdir(exist_ok=True)
-            replace_whole(self._path(first), json.dumps(asdict(rollout)).encode())
+            replace_whole(self._path(first), json.dumps(as_json(rollout)).encode())
         return rollout
 
     def _require_rewards(self, groups: Sequence[Sequence[Sample]], where: str) -> None:
@@ -221,7 +221,7 @@ class Rollouts:
         )  # fmt: skip
         if not apart:
             return done
-        said = json.dumps([[k, [asdict(one) for one in group]] for k, group in zip(mine, done, strict=True)])
+        said = json.dumps([[k, [as_json(one) for one in group]] for k, group in zip(mine, done, strict=True)])
         parts = [json.loads(data) for data in each(mesh, said.encode(), job.device)]
         told: dict[int, Any] = {k: group for part in parts for k, group in part}
         return [[written(one) for one in told[k]] for k in range(len(prompts))]
@@ -240,14 +240,14 @@ class Rollouts:
                 params, arch = merge(job.spec.adapter, arch, tree.branch(state.extra, "fixed"), state.params)
                 how = evolve(how, adapt=unadapted)
             params, arch = packed(params, arch, skinny.blocked)
-        return Generator(params=params, arch=arch, how=how, version=state.step)
+        return Generator(params=params, arch=arch, how=how, version=state.step, routes=job.spec.grpo.replay_routing)
 
     def _batch(self, rollout: Rollout, state: State) -> Batch:
         """Lay the part of the rollout that this update learns from into rows, and return this rank's."""
         job, grpo, mesh = self.job, self.job.spec.grpo, self.job.mesh
         turn, part = divmod(state.step - rollout.step, grpo.batches)
         seed = job.spec.train.seed
-        groups = taught(rollout, self.prompts.at(rollout.numbers, seed), self.rewards, grpo, seed)
+        groups = taught(rollout, self.prompts.at(rollout.numbers, seed), self.rewards, grpo, job.arch, seed)
         order = rng.generator(seed, "replay", rollout.step, turn)
         chosen = torch.randperm(len(groups), generator=order).tensor_split(grpo.batches)[part].tolist()
         together_ = mesh.shares * (job.spec.train.micro_batch or 1)
@@ -273,7 +273,8 @@ class Rollouts:
         model = self.reference or tree.select(state.model, lambda path: not is_adapter(path))
         done = torch.zeros_like(batch["drawn"])
         for start in range(0, len(done), size):
-            here = job.here({name: x[start : start + size] for name, x in batch.items()})
+            rows = {name: x[start : start + size] for name, x in batch.items() if name != "experts"}  # it has its own
+            here = job.here(rows)
             places = asked_places(here)
             log_p, _ = place_log_probs(model, here, job.arch, job.mesh, job.how, places, job.spec.train.loss_chunk)
             done[start : start + size].view(-1)[places.at.cpu()] = log_p.cpu().to(done)

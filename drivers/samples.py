@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from ironfn import rng
 from ironfn.algo.advantage import advantages, repeats
@@ -16,6 +18,7 @@ from ironfn.algo.step import Metrics
 from ironfn.data.groups import Completion, Group
 from ironfn.data.prompts import Prompt
 from ironfn.generate.rollout import Written
+from ironfn.model.arch import Arch
 from ironfn.rewards.manager import Graded, Reward
 from ironfn.rewards.values import Score
 from ironfn.spec.records import GrpoSpec
@@ -45,9 +48,15 @@ class Rollout:
         return torch.tensor([[math.nan if s.reward is None else s.reward for s in group] for group in self.groups])
 
 
+def as_json(value: Any) -> Any:
+    """Return a record of this module, or a completion, as what JSON can hold."""
+    return asdict(value, value_serializer=lambda _, __, x: b64encode(x).decode() if isinstance(x, bytes) else x)
+
+
 def written(told: dict[str, Any]) -> Written:
     """Read a completion that was written as JSON."""
-    return Written(tuple(told["ids"]), tuple(told["log_probs"]), told["reason"])
+    experts, trunk = (b64decode(told[name]) for name in ("experts", "trunk"))
+    return Written(tuple(told["ids"]), tuple(told["log_probs"]), told["reason"], experts, trunk)
 
 
 def parts_of(graded: Graded) -> dict[str, float | str]:
@@ -86,18 +95,27 @@ def passes(sample: Sample, rewards: Sequence[Reward]) -> bool:
 
 
 def taught(
-    rollout: Rollout, prompts: Sequence[Prompt], rewards: Sequence[Reward], grpo: GrpoSpec, seed: int
+    rollout: Rollout, prompts: Sequence[Prompt], rewards: Sequence[Reward], grpo: GrpoSpec, arch: Arch, seed: int
 ) -> list[Group]:
     """Return what is learned of a rollout: the same on every rank and in every replay."""
+
+    def chosen(data: bytes, ids: int) -> np.ndarray | None:
+        if not grpo.replay_routing or arch.moe is None:
+            return None
+        return np.frombuffer(data, np.int16).reshape(ids, len(arch.expert_layers), arch.moe.top_k)
+
     better = advantages(rollout.rewards, grpo.scale, deviation=grpo.deviation).tolist()
     masked = set(_masked(rollout, rewards, grpo, seed))
     alone = grpo.truncated == "mask"
     return [
         Group(prompt.ids, [
-            Completion(one.written.ids, 0.0 if (k, i) in masked else value, {"drawn": one.written.log_probs})
+            Completion(
+                one.written.ids, 0.0 if (k, i) in masked else value, {"drawn": one.written.log_probs},
+                chosen(one.written.experts, len(one.written.ids)),
+            )
             for i, (one, value) in enumerate(zip(samples, values, strict=True))
             if one.reward is not None and not (alone and (k, i) in masked)
-        ])
+        ], chosen(samples[0].written.trunk, len(prompt.ids) - 1))
         for k, (prompt, samples, values) in enumerate(zip(prompts, rollout.groups, better, strict=True))
     ]  # fmt: skip
 

@@ -32,7 +32,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 ``liked``     int64 [rows, length], 1 where a completion is liked
 ``lengths``   int64 [rows, length], the length of each token's document; absent: as much of it as the row holds
 ``row``       int64 [rows], the global number of the row since the run began (indexes the randomness)
-``experts``   int64 [rows, length, layers with experts, choices], absent: the router chooses; any on padding
+``experts``   integers [rows, length, layers with experts, choices], absent: the router chooses; any on padding
 """
 
 

@@ -54,14 +54,20 @@ WAYS: dict[str, tuple[str, ...]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
-    folder = tmp_path_factory.mktemp("grpo")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=128, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return prepared(tmp_path_factory.mktemp("grpo"), config)
+
+
+def prepared(folder: Path, config: Any) -> Path:
+    """Write a model of a config of `transformers`, converted, and prompts for it."""
+    import transformers
+
     with quiet():
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=300, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=128, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "hf")
     add_tokenizer(folder / "hf")
     (folder / "hf/chat_template.jinja").write_text(TEMPLATE)
     draw = random.Random(0)
@@ -218,6 +224,7 @@ def _sets(overrides: tuple[str, ...]) -> list[str]:
         ("grpo.stages={a: {step: 3, temperature: 0}}", "above 0"),
         ("grpo.stages={a: {step: 3}, b: {step: 3}}", "where a begins already"),
         ("grpo.truncated_share=0", "above 0"),
+        ("grpo.replay_routing=true", "no experts whose choice"),
         ("grpo.batches=5", "cannot be parted"),
         ("train.batch=16", "an update learns from grpo.prompts x grpo.group texts"),
         ("data.sets.mine.weight=2", "all prompts are asked alike often"),

@@ -285,7 +285,7 @@ def test_weights_and_gradients_of_a_given_routing_are_the_present_ones() -> None
         (torch.full((2, 8, 2, 2), 4), "names expert 4; there are 0 to 3"),
         (torch.full((2, 8, 2, 2), -1), "names expert -1"),
         (torch.ones(2, 8, 2, 2, dtype=torch.long), "names an expert twice"),
-        (torch.ones(2, 8, 1, 2, dtype=torch.long), r"want int64 \[2, 8, 2, 2\]"),
+        (torch.ones(2, 8, 1, 2, dtype=torch.long), r"want integers \[2, 8, 2, 2\]"),
         (torch.ones(2, 8, 2, 2), "is torch.float32"),
     ],
     ids=["too high", "too low", "twice", "shape", "dtype"],

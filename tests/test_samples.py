@@ -13,14 +13,17 @@ from ironfn.algo.advantage import advantages
 from ironfn.data.groups import Group
 from ironfn.data.prompts import Prompt
 from ironfn.generate.rollout import Written
+from ironfn.model.arch import complete
 from ironfn.rewards.manager import Reward
 from ironfn.spec.grpo_records import GrpoSpec, StageSpec
+from ironfn.spec.model_records import ModelSpec
 
 ROUND = (*range(9), *range(128), *range(128))
 LONG = tuple(range(300))
 RIGHT = Reward("right", lambda texts: [], weight=1.0, low=0.0, high=1.0)
 FORM = Reward("form", lambda texts: [], weight=0.2, low=0.0, high=1.0)
 GRADERS = [RIGHT, FORM]
+ARCH = complete(ModelSpec(vocab_size=8, width=16, layers=1, heads=2, ffn=8, context=16), 1)
 
 
 def sample(reward: float | None, ids: Any = LONG, reason: Any = "length", right: Any = 1.0, form: Any = 1.0) -> Sample:
@@ -43,7 +46,7 @@ def learned(truncated: Any, share: float = 1.0, seed: int = 0, groups: int = 1) 
     rollout = Rollout(4, 1.0, list(range(7, 7 + groups)), [GROUP] * groups)
     prompts = [Prompt([1, 2], "?", {})] * groups
     spec = GrpoSpec(truncated=truncated, truncated_share=share)
-    return taught(rollout, prompts, GRADERS, spec, seed)
+    return taught(rollout, prompts, GRADERS, spec, ARCH, seed)
 
 
 def test_all_masked_or_those_that_are_right_and_do_not_go_round() -> None:

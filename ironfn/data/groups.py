@@ -20,20 +20,26 @@ class Completion:
     """Hold a completion's ids, the one that ended it included, and what is to be learned from it.
 
     told: of each id, by the names of a batch's fields: ``drawn``, the log-probability with which it was drawn;
-    ``reference``, another model's. advantage: see `algo.advantage`.
+    ``reference``, another model's. advantage: see `algo.advantage`. experts: int [ids, layers with experts, choices],
+    those that computed the id before each id, if they are to compute it again.
     """
 
     ids: Sequence[int]
     advantage: float
     told: Mapping[str, Sequence[float]] = field(factory=dict)
+    experts: np.ndarray | None = None
 
 
 @frozen(eq=False)
 class Group:
-    """Hold a prompt's ids, at least one, and the completions that are to be learned from."""
+    """Hold a prompt's ids, at least one, and the completions that are to be learned from.
+
+    experts: of the prompt's ids but the last, as a completion has them.
+    """
 
     prompt: Sequence[int]
     completions: Sequence[Completion]
+    experts: np.ndarray | None = None
 
 
 def lay_groups(
@@ -46,8 +52,8 @@ def lay_groups(
 
     A prompt stands once in front of as many of its completions as fit into a row together, the first of them first;
     such parts are laid by `pack`. Rows that are added to make the number, and what nothing fills, have the segment -1
-    and ``end``. share: what ``share`` says of every text; None takes the mean length of a completion. ValueError for a
-    prompt with a completion that no row can hold.
+    and ``end``. Where the groups say which experts computed them, so do the rows. share: what ``share`` says of every
+    text; None takes the mean length of a completion. ValueError for a prompt with a completion that no row can hold.
     """
     parts = [part for group in groups for part in _fitting(group, length)]
     sizes = np.array([_places(part) for part in parts], np.int64)
@@ -65,6 +71,8 @@ def lay_groups(
         "until": np.full(shape, -1, np.int64),
         "advantage": np.zeros(shape, np.float32),
     } | {name: np.zeros(shape, np.float32) for name in names}
+    if groups and (experts := groups[0].experts) is not None:
+        done["experts"] = np.zeros((*shape, *experts.shape[1:]), experts.dtype)
     texts = [len(each.ids) for part in parts for each in part.completions]
     done["share"] = np.full(shape, sum(texts) / max(len(texts), 1) if share is None else share, np.float32)
     for row in range(packs.rows):
@@ -97,7 +105,7 @@ def _fitting(group: Group, length: int) -> list[Group]:
             room = length - (len(group.prompt) - 1)
         parts[-1].append(each)
         room -= len(each.ids)
-    return [Group(group.prompt, part) for part in parts]
+    return [Group(group.prompt, part, group.experts) for part in parts]
 
 
 def _write(rows: Arrays, row: int, at: int, segment: int, group: Group) -> None:
@@ -106,6 +114,8 @@ def _write(rows: Arrays, row: int, at: int, segment: int, group: Group) -> None:
     rows["tokens"][trunk] = group.prompt[:shared]
     rows["position"][trunk] = np.arange(shared)
     rows["segment"][trunk], rows["until"][trunk] = segment, segment + len(group.completions) - 1
+    if group.experts is not None:
+        rows["experts"][trunk] = group.experts
     starts = accumulate((len(each.ids) for each in group.completions), initial=at + shared)
     for number, (each, start) in enumerate(zip(group.completions, starts, strict=False)):
         place = np.s_[row, start : start + len(each.ids)]
@@ -117,3 +127,5 @@ def _write(rows: Arrays, row: int, at: int, segment: int, group: Group) -> None:
         rows["advantage"][place] = each.advantage
         for name, values in each.told.items():
             rows[name][place] = values
+        if each.experts is not None:
+            rows["experts"][place] = each.experts

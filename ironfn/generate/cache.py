@@ -19,16 +19,25 @@ class Pool:
 
     A token at place p of block b is in slot b * size + p. Heads come first because each reads a text's slots alone:
     from memory that lies together it does so up to twice as fast.
+    experts: int16 [slots, layers with experts, choices], which experts computed them; None where nobody asks.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    experts: Tensor | None = None
 
 
 def make_pool(
-    arch: Arch, count: int, size: int, mesh: Mesh, dtype: torch.dtype, device: torch.device | str = "cpu"
+    arch: Arch,
+    count: int,
+    size: int,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    routes: bool = False,
 ) -> Pool:
-    """Return a pool of ``count`` blocks of ``size`` tokens.
+    """Return a pool of ``count`` blocks of ``size`` tokens. routes: it remembers their experts as well.
 
     It is of zeros, because a masked product with what happens to lie in memory may be no number; and in large pages,
     because a text's keys are a piece of each head.
@@ -36,7 +45,12 @@ def make_pool(
     heads, width = _heads(arch, mesh)
     shape = (heads, count * size, width)
     keys, values = (tuple(pages.zeros(shape, dtype, device) for _ in range(arch.layers)) for _ in range(2))
-    return Pool(keys, values)
+    experts = None
+    if routes:
+        assert arch.moe is not None, "a model that chooses experts"
+        shape = (count * size, len(arch.expert_layers), arch.moe.top_k)
+        experts = torch.zeros(shape, dtype=torch.int16, device=device)
+    return Pool(keys, values, experts)
 
 
 def _heads(arch: Arch, mesh: Mesh) -> tuple[int, int]:
@@ -68,7 +82,18 @@ def copy_tokens(pool: Pool, copies: Sequence[tuple[int, int, int]]) -> Pool:
     )
     for x in (*pool.keys, *pool.values):
         x.index_copy_(1, target, x.index_select(1, source))
+    if pool.experts is not None:
+        pool.experts.index_copy_(0, target, pool.experts.index_select(0, source))
     return pool
+
+
+def slots(table: Sequence[int], size: int, first: int, stop: int) -> list[int]:
+    """Return the slots of a text's places from ``first`` to before ``stop``.
+
+    >>> slots((3, 9), 16, 15, 17)
+    [63, 144]
+    """
+    return [table[place // size] * size + place % size for place in range(first, stop)]
 
 
 def stretches(table: Sequence[int], size: int, length: int) -> tuple[tuple[int, int], ...]:

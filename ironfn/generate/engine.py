@@ -16,7 +16,7 @@ from torch import Tensor
 from ironfn import tree
 from ironfn.generate import queue as queues
 from ironfn.generate.blocks import no_blocks
-from ironfn.generate.cache import Pool, copy_tokens, make_pool, stretches
+from ironfn.generate.cache import Pool, copy_tokens, make_pool, slots, stretches
 from ironfn.generate.paged import Part, paged
 from ironfn.generate.queue import End, Event, Limits, Queue, Request, Token, Work
 from ironfn.generate.sampling import Ask, Drawn, draw, top_log_probs
@@ -36,7 +36,7 @@ class Generator:
 
     version: names these parameters: blocks of another version are never read. mesh: where ``params`` is a rank's part;
     every rank goes through the same requests, and takes the choices of rank 0. before: trained vectors that stand
-    before every text (`model.virtual`): as many places of it.
+    before every text (`model.virtual`): as many places of it. routes: tell which experts the tokens were computed by.
     """
 
     params: Params
@@ -45,6 +45,7 @@ class Generator:
     mesh: Mesh = SINGLE
     version: Hashable = 0
     before: int = 0
+    routes: bool = False
 
 
 @frozen(eq=False)
@@ -68,7 +69,7 @@ def start(generator: Generator, blocks: int, *, size: int = 16, limits: Limits |
     mesh = evolve(generator.mesh, sequence_parallel=False)  # tokens come one by one: tp cannot share them out
     leaf = tree.leaves(generator.params)[0]
     dtype = generator.how.compute or leaf.dtype
-    pool = make_pool(arch, blocks, size, mesh, dtype, leaf.device)
+    pool = make_pool(arch, blocks, size, mesh, dtype, leaf.device, routes=generator.routes)
     how = evolve(generator.how, angles=tabled(arch, min(blocks * size, arch.context), leaf.device))
     generator = evolve(generator, arch=arch, mesh=mesh, how=how)
     return Engine(generator, pool, Queue(no_blocks(blocks, size)), limits or Limits())
@@ -117,10 +118,11 @@ def advance(engine: Engine) -> tuple[Engine, tuple[Event, ...]]:
     found = zip(drawn.ids, drawn.log_probs, tops, strict=True)
     for row in complete:
         groups.append([])
+        experts = _experts(pool, row, queue.blocks.size)
         for number in range(row.number, row.number + row.forks + 1):
             id, log_prob, top = next(found)
             groups[-1].append(id)
-            events.append(Token(row.request.key, number, id, log_prob, top))
+            events.append(Token(row.request.key, number, id, log_prob, top, experts))
     queue, ended = queues.absorb(queue, work, groups, engine.limits, generator.arch.context)
     return evolve(engine, pool=pool, queue=queue), (*events, *ended)
 
@@ -159,7 +161,10 @@ def _logits(generator: Generator, pool: Pool, work: Work, size: int) -> Tensor:
         batch["lengths"] = torch.tensor([lengths], device=device)
     parts = [Part(count, row.cached, stretches(row.table, size, row.cached + count)) for row, count in pairs]
     how = evolve(generator.how, attention=paged(pool, parts))
-    x = hidden(generator.params, batch, generator.arch, generator.mesh, how)[0][0]
+    (x,), seen = hidden(generator.params, batch, generator.arch, generator.mesh, how)
+    if pool.experts is not None:
+        at = [slot for row, count in pairs for slot in slots(row.table, size, row.cached, row.cached + count)]
+        pool.experts[torch.tensor(at, device=device)] = seen["experts"][0].to(torch.int16)
     ends: list[int] = []
     at = 0
     for row, count in pairs:
@@ -169,6 +174,15 @@ def _logits(generator: Generator, pool: Pool, work: Work, size: int) -> Tensor:
     last = x if len(ends) == x.shape[0] else x[torch.tensor(ends, dtype=torch.long, device=device)]
     logits = scored(last, generator.params, generator.arch, generator.mesh, how)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _experts(pool: Pool, row: queues.Row, size: int) -> bytes:
+    """Return what a row's next token tells of experts."""
+    if pool.experts is None:
+        return b""
+    first = 0 if len(row.ids) == len(row.request.prompt) else len(row.ids) - 1
+    at = torch.tensor(slots(row.table, size, first, len(row.ids)), device=pool.experts.device)
+    return pool.experts[at].cpu().numpy().tobytes()
 
 
 def _drawn(

@@ -50,13 +50,18 @@ class Request:
 
 @frozen
 class Token:
-    """Tell the next id of a continuation. log_prob: see `sampling.draw`. top: (id, log_prob), the likeliest first."""
+    """Tell the next id of a continuation. log_prob: see `sampling.draw`. top: (id, log_prob), the likeliest first.
+
+    experts: where the generator tells them, int16 [ids, layers with experts, choices]: with the first id those that
+    computed the prompt, then those of the id before.
+    """
 
     key: Hashable
     number: int
     id: int
     log_prob: float
     top: tuple[tuple[int, float], ...] = ()
+    experts: bytes = b""
 
 
 @frozen

@@ -14,11 +14,17 @@ from ironfn.generate.sampling import Sampling
 
 @frozen
 class Written:
-    """Hold a completion. log_probs: of each id, at the sampling's temperature, in nats. reason: why it ended."""
+    """Hold a completion. log_probs: of each id, at the sampling's temperature, in nats. reason: why it ended.
+
+    experts: where the generator tells them, those that computed the id before each id, int16 [ids, layers with experts,
+    choices]. trunk: of the first completion of a prompt, those of the ids before the prompt's last.
+    """
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     reason: Reason
+    experts: bytes = b""
+    trunk: bytes = b""
 
 
 def roll_out(
@@ -44,15 +50,21 @@ def roll_out(
     ]
     ids: dict[tuple[Hashable, int], list[int]] = defaultdict(list)
     log_probs: dict[tuple[Hashable, int], list[float]] = defaultdict(list)
+    experts: dict[tuple[Hashable, int], list[bytes]] = defaultdict(list)
     reasons: dict[tuple[Hashable, int], Reason] = {}
     for event in complete(generator, requests, limits=limits):
         place = event.key, event.number
         if isinstance(event, Token):
             ids[place].append(event.id)
             log_probs[place].append(event.log_prob)
+            experts[place].append(event.experts)
         else:
             reasons[place] = event.reason
-    return [
-        [Written(tuple(ids[k, i]), tuple(log_probs[k, i]), reasons[k, i]) for i in range(n)]
-        for k in range(len(prompts))
-    ]
+
+    def of(k: int, i: int) -> Written:
+        prompt, *later = experts[k, i] or [b""]
+        first = len(prompt) // len(prompts[k]) * (len(prompts[k]) - 1)
+        own, trunk = b"".join([prompt[first:], *later]), prompt[:first] if i == 0 else b""
+        return Written(tuple(ids[k, i]), tuple(log_probs[k, i]), reasons[k, i], own, trunk)
+
+    return [[of(k, i) for i in range(n)] for k in range(len(prompts))]

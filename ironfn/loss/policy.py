@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from ironfn.loss.experts import router_loss
@@ -163,12 +163,14 @@ def policy_loss(
         places = asked_places(batch)
         found, seen = place_scores(params, batch, arch, mesh, how, places, chunk, learned=bool(objective.entropy))
         out, level = objective(*found, places, batch)
-        if arch.moe is None or not seen or not penalties:
+        if arch.moe is None or not seen:
             return out
+        counts = {"load": seen["load"].sum(0), "dropped": seen["dropped"].sum(0)}
+        if not penalties:
+            return evolve(out, counts=counts)
         weight = batch["weight"]
         spread = torch.zeros_like(weight).flatten().index_put((places.at,), level.to(weight)).view_as(weight)
         added, of_routers = router_loss(seen, spread, arch.moe, mesh)
-        counts = {"load": seen["load"].sum(0), "dropped": seen["dropped"].sum(0)}
         metrics = {"policy": out.total.detach(), **out.metrics, **of_routers}
         return LossSum(out.total + added, out.weight, metrics, counts)
 

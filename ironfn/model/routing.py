@@ -53,7 +53,7 @@ def route(x_BtD: Tensor, p: Params, layer: int, arch: Arch, mesh: Mesh, how: For
     logits = _logits(x_BtD, p, layer, moe, mesh, how, batch)
     scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(-1)
     if "experts" in batch:
-        whole = batch["experts"][:, :, arch.expert_layers.index(layer)].to(logits.device)
+        whole = batch["experts"][:, :, arch.expert_layers.index(layer)].to(logits.device, torch.int64)
         chosen = share(whole, mesh).clamp(min=0)
     else:
         chosen = _choose(logits, scores, maybe(p, "bias"), moe)
@@ -86,7 +86,7 @@ def check_given(batch: Batch, arch: Arch) -> None:
     shape = (*tokens.shape, len(arch.expert_layers), moe.top_k)
     if given.shape != shape or given.is_floating_point():
         raise ValueError(
-            f"batch['experts'] is {given.dtype} {list(given.shape)}; this model and batch want int64 {list(shape)}: "
+            f"batch['experts'] is {given.dtype} {list(given.shape)}; this model and batch want integers {list(shape)}: "
             "rows, length, layers with experts, choices"
         )
     if not plain(given):

@@ -35,6 +35,9 @@ def policy(spec: RunSpec) -> Iterator[tuple[tuple[Path, ...], str]]:
         yield ((*_AT, "reference"), (*_AT, "kl")), "nothing is held to it; set grpo.kl, such as k3"
     if grpo.kl != "none" and grpo.reference is None and spec.model.init_from is None:
         yield ((*_AT, "kl"), ("model", "init_from")), "holds a policy to a reference; set model.init_from"
+    if grpo.replay_routing and spec.model.moe.experts == 0:
+        what = "the model has no experts whose choice could be replayed; leave it out"
+        yield ((*_AT, "replay_routing"), ("model", "moe", "experts")), what
     yield from _stages(grpo)
     yield from _beside(spec)
 

@@ -92,7 +92,8 @@ class GrpoSpec:
     (``truncated_share``) of those that are right and do not go round the advantage 0 (MicroCoder: Li et al. 2026, arXiv
     2603.07777). overlong: tokens before the longest over which a reward sinks by 1 (DAPO). tries: completions a prompt
     at an evaluation, for pass@tries; 0 writes the likeliest text alone. router_losses: a mixture of experts keeps its
-    routers' losses.
+    routers' losses. replay_routing: its tokens are computed by the experts that computed them when they were written,
+    weighed as the routers weigh these now (GSPO: Zheng et al. 2025, arXiv 2507.18071, section 5.3).
     """
 
     prompts: int = 8
@@ -121,6 +122,7 @@ class GrpoSpec:
     overlong: int = 0
     tries: int = 0
     router_losses: bool = False
+    replay_routing: bool = False
     rewards: dict[str, GraderSpec] = field(factory=dict)
 
     @property
