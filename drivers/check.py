@@ -79,6 +79,8 @@ def _lines(found: Findings, plan: Plan, wording: Wording | None, length: int | N
     forms = ", ".join(f"{count:,} {form}" for form, count in found.forms.most_common())
     blank = f", {found.blank:,} blank lines" if found.blank else ""
     yield f"{found.examples:,} examples ({forms or 'none'}), {found.faulty:,} faulty rows{blank}"
+    if found.mixed:
+        yield "a run takes examples, pairs or judged completions: part the files by what they hold"
     for kind, kept in sorted(found.faults.items(), key=lambda item: -item[1].count):
         yield from _told(f"faulty, {kind}", kept.count, kept.first)
     yield from _told("repeats of an earlier example", found.duplicates.count, found.duplicates.first)
@@ -95,6 +97,8 @@ def _lines(found: Findings, plan: Plan, wording: Wording | None, length: int | N
         yield from _told("nothing trained would be left of", found.cut_away.count, found.cut_away.first)
         if plan.efficiency is not None:
             yield f"packed into {plan.rows:,} rows of {length}, {plan.efficiency:.1%} of their places used"
+    if not found.examples:
+        yield "nothing to train on: give files with rows that can be used"
     if found.examples:
         yield f"to begin with: {plan.epochs} epochs, {plan.steps:,} steps of {batch} rows"
 

@@ -12,10 +12,12 @@ from attrs import define, field, frozen
 from ironfn.data.conversation import Fault
 from ironfn.data.examples import Item, digest, examples, taught
 from ironfn.data.packing import pack
+from ironfn.data.preferences import FORMS as PREFERRED_FORMS
 from ironfn.data.preferences import Preference, parse_any
 from ironfn.data.readers import Blank
 from ironfn.data.supervise import Supervised, Teaching
 
+PREFERRED = frozenset(form for form, _ in PREFERRED_FORMS)
 PLACES = 5
 """How many places are told of each kind of fault."""
 
@@ -60,6 +62,12 @@ class Findings:
     def examples(self) -> int:
         """Count the examples that can be used."""
         return sum(self.forms.values())
+
+    @property
+    def mixed(self) -> bool:
+        """Tell whether there are examples and preferences, or preferences of two kinds, which no run takes together."""
+        kinds = {form if form == "judged" else "pair" if form in PREFERRED else "example" for form in self.forms}
+        return len(kinds) > 1
 
     @property
     def faulty(self) -> int:

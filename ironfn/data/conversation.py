@@ -12,7 +12,7 @@ import numpy as np
 from attrs import frozen
 
 from ironfn.data.chat import Message, messages_of
-from ironfn.data.readers import Row
+from ironfn.data.readers import Row, listed_names, parsed
 
 Kind: TypeAlias = Literal["messages", "conversations", "alpaca", "completion", "ids", "text"]
 
@@ -145,7 +145,7 @@ def _form(values: Mapping[str, Any], place: str) -> Kind:
         if names <= here:
             return kind
     known = "; ".join(f"{kind}: {' or '.join(' + '.join(names) for names in ways)}" for kind, ways in FORMS)
-    told = ", ".join(map(repr, values)) or "none"
+    told = listed_names(values)
     raise Fault(
         place, "unknown form", f"the fields that hold something ({told}) are of no known form ({known}); rename them"
     )
@@ -166,6 +166,9 @@ def _conversation(
         weight = _weight(turn, f"{place}: {at}")
         weights.append(0 if number < asked else weight)
         if "tool_calls" in turn:
+            if turn["role"] != "assistant":
+                what = f"{at}.tool_calls: only the assistant calls tools, not the {turn['role']}; leave them out"
+                raise Fault(place, "messages[].tool_calls", what)
             turn["tool_calls"] = _calls(turn["tool_calls"], place, at)
         elif turn["role"] == "assistant" and weights[-1] != 0 and not str(turn.get("content", "")).strip():
             raise Fault(place, "empty answer", f"{at}.content is empty: write an answer, or give it the weight 0")
@@ -210,7 +213,7 @@ def _calls(calls: Any, place: str, at: str) -> list[dict[str, Any]]:
         arguments: Any = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = parsed(arguments or "{}")
             except ValueError as error:
                 wrong(f"[{number}].function.arguments is not JSON: {error}")
         if not isinstance(arguments, dict):
@@ -224,7 +227,7 @@ def tools_of(values: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], 
     tools: Any = values.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools or "[]")
+            tools = parsed(tools or "[]")
         except ValueError as error:
             raise Fault(place, "tools", f"tools is not JSON: {error}; write a list of objects") from error
     if tools is None and (functions := values.get("functions")) is not None:
@@ -259,7 +262,7 @@ def _shared(values: Mapping[str, Any], place: str) -> Sequence[object]:
 
 def _called(text: object, at: str, place: str) -> Any:
     try:
-        return json.loads(text) if isinstance(text, str) else text
+        return parsed(text) if isinstance(text, str) else text
     except ValueError as error:
         raise Fault(place, "conversations[].value", f"{at}.value is not the JSON of a call: {error}") from error
 
@@ -309,7 +312,10 @@ def _numbers(values: Mapping[str, Any], name: str, place: str, length: int | Non
         raise Fault(place, name, f"{name} is a list of whole numbers, at least one")
     if length is not None and len(cast("list[object]", told)) != length:
         raise Fault(place, name, f"{name} has {len(cast('list[object]', told))} numbers for {length} input_ids")
-    return np.array(told, np.int64)
+    try:
+        return np.array(told, np.int64)
+    except OverflowError as error:
+        raise Fault(place, name, f"{name} holds a number of more than 64 bits; no id is that large") from error
 
 
 def listed(value: object, name: str, place: str) -> list[object]:

@@ -9,6 +9,8 @@ from attrs import define, field
 from tokenizers import Tokenizer
 
 _NEWLINE = "\n"
+_TOGETHER = 1 << 22
+"""The characters that are encoded at once: what the library makes of a text is many times its size."""
 
 
 @define
@@ -38,22 +40,30 @@ class Pieces:
 
 
 def encoded(pieces: Pieces, *, joins: bool) -> Iterator[list[int]]:
-    """Yield the ids of each piece, as it stands in its text; all are encoded before, by all cores.
+    """Yield the ids of each piece, as it stands in its text, encoded by all cores, so many at once.
 
     joins: as `Vocabulary` has it; where not, what does not begin its text is encoded behind a line end, and without it.
     """
-    found: list[Any] = [None] * len(pieces.texts)
-    after = [not (joins or begins) for begins in pieces.begins]
+    first, size = 0, 0
+    for last, text in enumerate(pieces.texts, 1):
+        size += len(text)
+        if size >= _TOGETHER or last == len(pieces.texts):
+            yield from _encoded(pieces, range(first, last), joins)
+            first, size = last, 0
+
+
+def _encoded(pieces: Pieces, numbers: range, joins: bool) -> Iterator[list[int]]:
+    found: dict[int, Any] = {}
+    after = {number for number in numbers if not (joins or pieces.begins[number])}
     lines: dict[int, list[int]] = {}
-    for tokenizer in {id(each): each for each in pieces.tokenizers}.values():
-        mine = [number for number, each in enumerate(pieces.tokenizers) if each is tokenizer]
-        texts = [_NEWLINE * after[number] + pieces.texts[number] for number in mine]
-        for number, encoding in zip(mine, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
-            found[number] = encoding
+    for tokenizer in {id(each): each for each in pieces.tokenizers[numbers.start : numbers.stop]}.values():
+        mine = [number for number in numbers if pieces.tokenizers[number] is tokenizer]
+        texts = [_NEWLINE * (number in after) + pieces.texts[number] for number in mine]
+        found |= zip(mine, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True)
         lines[id(tokenizer)] = tokenizer.encode(_NEWLINE, add_special_tokens=False).ids
-    for number, encoding in enumerate(found):
-        ids: list[int] = encoding.ids
-        if after[number]:
+    for number in numbers:
+        ids: list[int] = found.pop(number).ids
+        if number in after:
             tokenizer = pieces.tokenizers[number]
             line = lines[id(tokenizer)]
             if line and ids[: len(line)] == line:

@@ -17,12 +17,15 @@ from ironfn.data.conversation import Example, Fault, parse
 from ironfn.data.preferences import Preference, agreed
 from ironfn.data.readers import Bad, Blank, Row, rows
 from ironfn.data.supervise import Drafts, Supervised, Teaching, draft, encode_drafts
+from ironfn.data.turns import ENDLESS
 
 UNREADABLE = "unreadable file"
 """The kind of fault after which nobody knows how many rows are missing."""
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_ITEMS = 1 << 13
 _ENCODERS = 2
+_PATIENCE = 5
+"""After how many examples in a row at which the template oversteps its limits nobody waits for the rest."""
 
 Item: TypeAlias = "Example | Preference"
 Taught: TypeAlias = tuple[Item, list[Supervised]]
@@ -97,14 +100,17 @@ def taught(found: Iterable[Item | Fault], teaching: Teaching) -> Iterator[Taught
 
 
 def _jobs(found: Iterable[Item | Fault], teaching: Teaching) -> Iterator[_Job]:
-    job = _Job()
+    job, endless = _Job(), 0
     for item in found:
         count = 0
         try:
             for example in _examples_of(item):
                 count += draft(example, teaching, job.drafts)
+            endless = 0
         except Fault as fault:
-            item = fault
+            item, endless = fault, endless + 1 if fault.kind == ENDLESS else 0
+            if endless == _PATIENCE:
+                raise ValueError(f"{fault}; so it was for {endless} examples in a row") from fault
         job.items.append(item)
         job.counts.append(count)
         if job.drafts.characters >= _BATCH_CHARACTERS or len(job.items) >= _BATCH_ITEMS:

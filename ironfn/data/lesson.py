@@ -13,10 +13,10 @@ from attrs import frozen
 
 from ironfn.data import tokenizer as tokenizers
 from ironfn.data.admit import count_bad, split_of
-from ironfn.data.conversation import Fault, parse
+from ironfn.data.conversation import Example, Fault, parse
 from ironfn.data.examples import UNREADABLE, Item, Parse, digest, examples, taught
 from ironfn.data.packed import PackedWriter
-from ironfn.data.preferences import Preference, parse_preference
+from ironfn.data.preferences import Preference, form_of, parse_preference
 from ironfn.data.readers import Bad, Blank, Row
 from ironfn.data.sources import Source
 from ironfn.data.supervise import Supervised, Teaching
@@ -45,7 +45,7 @@ class Lesson:
     def parse(self) -> Parse:
         """Return what reads a row. `Fault` for one that is not what the sources hold."""
         if self.holds == "examples":
-            return parse
+            return _example
         judged, other = self.holds == "judged", {"judged": "pairs", "pairs": "judged completions"}[self.holds]
 
         def preference(row: Row, fields: Mapping[str, str]) -> Preference:
@@ -84,6 +84,18 @@ class Lesson:
         if teaching.chat is not None and self.spec.prompts == "chat":
             return teaching.chat.encode([{"role": "user", "content": prompt}])
         return [*teaching.begin, *teaching.vocabulary.tokenizer.encode(prompt, add_special_tokens=False).ids]
+
+
+def _example(row: Row, fields: Mapping[str, str]) -> Example:
+    try:
+        return parse(row, fields)
+    except Fault as fault:
+        form = form_of(row, fields) if fault.kind == "unknown form" else None
+        if form is None:
+            raise
+        kind = "judged" if form == "judged" else "pairs"
+        what = f"{form} is a form of preferences, not of examples; set data.form to {kind}, or leave the row out"
+        raise Fault(row.place, "other form", what) from fault
 
 
 def check_lesson(spec: DataSpec, lesson: Lesson, sources: Mapping[str, Sequence[Source]]) -> None:

@@ -17,7 +17,7 @@ from ironfn.data.conversation import (
     parse_values,
     renamed,
 )
-from ironfn.data.readers import Row
+from ironfn.data.readers import Row, listed_names
 from ironfn.data.supervise import Supervised
 
 Form: TypeAlias = Literal["pair", "openai pair", "implicit pair", "judged"]
@@ -63,8 +63,7 @@ def parse_preference(row: Row, fields: Mapping[str, str]) -> Preference:
     values, place = renamed(row, fields), row.place
     if (form := _form(values)) is None:
         known = "; ".join(f"{form}: {' + '.join(names)}" for form, names in FORMS)
-        here = ", ".join(map(repr, values)) or "none"
-        what = f"the fields that hold something ({here}) are of no form of preferences ({known})"
+        what = f"the fields that hold something ({listed_names(values)}) are of no form of preferences ({known})"
         raise Fault(place, "unknown form", f"{what}; rename them")
     return _parse(values, place, form)
 
@@ -74,6 +73,11 @@ def parse_any(row: Row, fields: Mapping[str, str]) -> Example | Preference:
     values = renamed(row, fields)
     form = _form(values)
     return parse_values(values, row.place) if form is None else _parse(values, row.place, form)
+
+
+def form_of(row: Row, fields: Mapping[str, str]) -> Form | None:
+    """Return the form in which a row prefers something; None where it does not."""
+    return _form(renamed(row, fields))
 
 
 def _form(values: Mapping[str, Any]) -> Form | None:

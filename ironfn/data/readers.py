@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
@@ -20,6 +21,9 @@ _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
 MAX_LINE = 1 << 26
 """The bytes that a line of JSON Lines may have: a compressed file of few bytes could hold one without end."""
+_NAMES = 10
+DEPTH = 200
+"""How deep lists and objects of a row may lie in each other; Python gives up somewhere above."""
 
 
 @frozen
@@ -152,25 +156,71 @@ def rows(path: Path) -> Iterator[Row | Bad | Blank]:
             yield from _lines(path)
 
 
+class _Twice(ValueError):
+    """Tell of a name that an object has twice: one of its values would be lost."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise _Twice(f"an object has the name {twice[:40]!r} twice; keep one of them")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def parsed(text: str) -> Any:
+    """Return a JSON value. ValueError for what is none, has a name twice, or lies deeper in itself than `DEPTH`."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError as error:
+        raise ValueError(_deep()) from error
+    except ValueError as error:
+        if isinstance(error, _Twice | json.JSONDecodeError):
+            raise
+        raise ValueError("a number has too many digits") from error  # the only other one that Python has here
+    if text.count("[") + text.count("{") > DEPTH and _lies_deep(value):
+        raise ValueError(_deep())
+    return value
+
+
+def _deep() -> str:
+    return f"lists and objects lie more than {DEPTH} deep in each other"
+
+
+def _lies_deep(value: Any) -> bool:
+    layer: list[Any] = [value]
+    for _ in range(DEPTH):
+        nested = [each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list)]
+        layer = [each for inner in nested for each in cast("Iterable[Any]", inner)]
+    return any(isinstance(each, dict | list) for each in layer)
+
+
 def _list(path: Path) -> Iterator[Row | Bad | Blank]:
-    """Read a list of rows, each with the line that it begins on; a .json that begins with no list holds a row a line.
+    """Read a list of rows, each with the line that it begins on; a .json that begins with no list is a row, or holds
+    one a line.
 
     After what is no JSON nothing more of the list can be told, so that is a ValueError.
     """
     with _open(path) as file:
         data = file.read().removeprefix(_BOM)
+    line = 1 + data[: len(data) - len(data.lstrip())].count(10)
     if not data.lstrip().startswith(b"["):
-        yield from _lines(path)
+        try:
+            yield Row(parsed(data.decode().strip()), f"{path}:{line}")
+        except ValueError:
+            yield from _lines(path)
         return
-    decoder, gap = json.JSONDecoder(), re.compile(r"\s*,?\s*")
-    at = line = 1
+    gap, at = re.compile(r"\s*,?\s*"), 1
     try:
         text = data.decode().strip()
-        line += data[: len(data) - len(data.lstrip())].count(10)
         while (start := gap.match(text, at).end()) < len(text) - 1:  # pyright: ignore[reportOptionalMemberAccess]
             line += text.count("\n", at, start)
-            value, at = decoder.raw_decode(text, start)
-            yield Row(value, f"{path}:{line}")
+            found, at = _row(text, start, f"{path}:{line}")
+            yield found
             line += text.count("\n", start, at)
         json.loads("[" + text[start:])
     except UnicodeDecodeError as error:
@@ -180,10 +230,19 @@ def _list(path: Path) -> Iterator[Row | Bad | Blank]:
         raise ValueError(f"{path}:{line}: the list ends here in what is no JSON: {error}; restore the file") from error
 
 
+def _row(text: str, start: int, place: str) -> tuple[Row | Bad, int]:
+    """Return a row of a list, and where it ends."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except _Twice as error:
+        return Bad(place, str(error)), json.JSONDecoder().raw_decode(text, start)[1]
+    return (Bad(place, _deep()) if _lies_deep(value) else Row(value, place)), end
+
+
 def _lines(path: Path) -> Iterator[Row | Bad | Blank]:
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-            data = line.removeprefix(_BOM) if number == 1 else line
+            data = line.removeprefix(_BOM)  # also within a file: where files are joined, each brings its own
             place = f"{path}:{number}"
             if len(line) > MAX_LINE:
                 raise ValueError(f"{place}: more than {MAX_LINE:,} bytes in a line; cut the document, or the file")
@@ -191,13 +250,19 @@ def _lines(path: Path) -> Iterator[Row | Bad | Blank]:
                 yield Blank(place)
                 continue
             try:
-                yield Row(json.loads(data.decode()), place)
+                yield Row(parsed(data.decode()), place)
             except UnicodeDecodeError as error:
                 yield Bad(place, f"invalid UTF-8: byte 0x{data[error.start]:02X} at byte {error.start} of the line")
             except json.JSONDecodeError as error:
-                yield Bad(place, f"not JSON: {error.msg} at column {error.colno}")
-            except (RecursionError, ValueError) as error:
+                yield Bad(place, _no_json(error))
+            except ValueError as error:
                 yield Bad(place, f"not JSON that can be read: {error}")
+
+
+def _no_json(error: json.JSONDecodeError) -> str:
+    what = "more follows behind a whole value" if error.msg == "Extra data" else error.msg.removesuffix(" at")
+    zero = error.doc.find("\0")
+    return f"not JSON: {what} at column {error.colno}" + (f" (column {zero + 1} is a NUL byte)" if zero >= 0 else "")
 
 
 def _field(row: Any, text: str, place: str) -> Item:
@@ -205,11 +270,17 @@ def _field(row: Any, text: str, place: str) -> Item:
         return Bad(place, f"a JSON object with the field {text!r} belongs here, not {type(row).__name__}")
     fields = cast("dict[str, Any]", row)
     if text not in fields:
-        return Bad(place, f"no field {text!r}; the fields are {', '.join(map(repr, fields))}")
+        return Bad(place, f"no field {text!r}; the fields are {listed_names(fields)}")
     value = fields[text]
     if not isinstance(value, str):
         return Bad(place, f"the field {text!r} holds {type(value).__name__}, not a string")
     return _document(value, place)
+
+
+def listed_names(values: Mapping[str, Any]) -> str:
+    """Return the names of fields, as many and as much of them as a person reads."""
+    names = [repr(name[:40]) for name in itertools.islice(values, _NAMES)]
+    return ", ".join([*names, *(["…"] if len(values) > _NAMES else [])]) or "none"
 
 
 def _parquet(path: Path, text: str) -> Iterator[Item]:

@@ -42,6 +42,8 @@ def find(sources: Iterable[str]) -> list[Source]:
     found: list[Source] = []
     for source in sources:
         files = _standard_library(source) if source.startswith("stdlib:") else _files(source)
+        if not files and Path(source).is_fifo():
+            raise ValueError(f"source {source!r} is a pipe, which ends when it is read once; write it to a file")
         if not files:
             raise ValueError(
                 f"source {source!r} names no file (looked from {Path.cwd()}); correct the path or the pattern"

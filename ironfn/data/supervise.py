@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ironfn.data.chat import Chat
 from ironfn.data.conversation import Example, Fault
 from ironfn.data.encoding import Pieces, encoded
-from ironfn.data.tokenizer import Vocabulary, encode_around
+from ironfn.data.tokenizer import Vocabulary, encode_around, pieces
 from ironfn.data.turns import Rewritten, Script, TrainOn, scripts
 
 
@@ -72,6 +72,14 @@ class Drafts:
         self.given.append(ids)
         self.trained.append(trained)
 
+    def write(self, text: str, vocabulary: Vocabulary, begins: bool, trained: bool) -> None:
+        """Add what people wrote. begins: whether it is the beginning of a text."""
+        for piece in pieces(text, vocabulary):
+            self.pieces.add(piece, vocabulary.tokenizer, begins)
+            self.await_pieces(1, trained)
+            begins = False
+        self.characters += len(text)
+
     def await_pieces(self, count: int, trained: bool) -> None:
         """Add as many parts as pieces were added."""
         self.given += [None] * count
@@ -119,12 +127,9 @@ def draft(example: Example, teaching: Teaching, drafts: Drafts) -> int:
         return 1
     if not example.messages:
         drafts.put(teaching.begin, False)
-        drafts.pieces.add(example.prompt, vocabulary.tokenizer, True)
-        drafts.await_pieces(1, False)
-        drafts.pieces.add(example.completion, vocabulary.tokenizer, not example.prompt)
-        drafts.await_pieces(1, True)
+        drafts.write(example.prompt, vocabulary, True, False)
+        drafts.write(example.completion, vocabulary, not example.prompt, True)
         drafts.put((teaching.end,), True)
-        drafts.characters += len(example.prompt) + len(example.completion)
         drafts.close(place)
         return 1
     if teaching.chat is None:

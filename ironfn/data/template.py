@@ -34,6 +34,10 @@ class Rendered:
     generated: tuple[tuple[int, int], ...] = ()
 
 
+class EndlessError(ValueError):
+    """Tell of a rendering that overstepped a limit."""
+
+
 class Renderer:
     """Render one template, in a process that starts with the first rendering and ends with this object.
 
@@ -56,7 +60,7 @@ class Renderer:
             said = self._ask(line)
             if not said:
                 self._close()
-                raise ValueError(
+                raise EndlessError(
                     f"the chat template did not come to an end within {self.limits.seconds:g} s and "
                     f"{self.limits.memory >> 20} MiB; use another one"
                 )

@@ -10,10 +10,12 @@ from attrs import field, frozen
 
 from ironfn.data.chat import Chat, Message
 from ironfn.data.conversation import Example, Fault
-from ironfn.data.template import Rendered, unused
+from ironfn.data.template import EndlessError, Rendered, unused
 
 TrainOn: TypeAlias = Literal["all", "last"]
 Rewritten: TypeAlias = Literal["split", "refuse"]
+ENDLESS = "endless template"
+"""The kind of fault of a conversation at which the template oversteps its limits."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -48,7 +50,10 @@ def scripts(example: Example, chat: Chat, train_on: TrainOn, rewritten: Rewritte
     answers, needs a text for each such answer: rewritten says whether that is done or a `Fault`. What ends an answer
     is trained with it: its control token, or the next message's first one where there is no other.
     """
-    marks = unused(2, [example.messages, example.tools])
+    try:
+        marks = unused(2, [example.messages, example.tools])
+    except ValueError as error:
+        raise Fault(example.place, "no text", str(error)) from error
     more = {} if example.tools is None else {"tools": chat.marked(example.tools, marks)}
     play = _Play(chat, [chat.marked(message, marks) for message in example.messages], more, example.place)
     last = max(number for number, message in enumerate(example.messages) if message["role"] == "assistant")
@@ -58,6 +63,8 @@ def scripts(example: Example, chat: Chat, train_on: TrainOn, rewritten: Rewritte
         for number in answers
         if (weight := example.weights[number]) == 1 or (weight is None and (train_on == "all" or number == last))
     ]
+    for number in wanted:
+        _require_calls(play, number)
     whole = play.until(len(example.messages))
     if whole.generated:
         spans = whole.generated if wanted == answers else _within(whole, wanted, play)
@@ -92,10 +99,23 @@ class _Play:
         if (count, asks) not in self._known:
             try:
                 said = self.chat.render(self.messages[:count], add_generation_prompt=asks, **self.more)
+            except EndlessError as error:
+                raise Fault(self.place, ENDLESS, str(error)) from error
             except ValueError as error:
-                raise Fault(self.place, "template", str(error)) from error
+                silent = any("tool_calls" in turn and "content" not in turn for turn in self.messages[:count])
+                remedy = "; it holds tool calls: take a template that writes them" if silent else ""
+                raise Fault(self.place, "template", f"{error}{remedy}") from error
             self._known[count, asks] = said
         return self._known[count, asks]
+
+
+def _require_calls(play: _Play, number: int) -> None:
+    """Raise a `Fault` where a message calls a tool and the template does not write so: silence would be learned."""
+    for call in play.messages[number].get("tool_calls", ()):
+        name: str = call["function"]["name"]
+        if name not in play.until(number + 1).text:
+            what = f"the template leaves out the call of {name[:40]!r} in messages[{number}]"
+            raise Fault(play.place, "template", f"{what}; take another template")
 
 
 def _within(whole: Rendered, wanted: Sequence[int], play: _Play) -> list[tuple[int, int]]:
@@ -118,9 +138,8 @@ def _texts(whole: str, wanted: Sequence[int], play: _Play) -> list[tuple[str, li
         if not told.startswith(asked):
             at = _common(asked, told)
             what = f"the template asks for messages[{number}] with {asked[at:][:40]!r}, but writes {told[at:][:40]!r}"
-            raise Fault(
-                play.place, "template", f"{what}; give the message what it leaves out, or take another template"
-            )
+            remedy = "give the message what it leaves out" if number else "begin with a question"
+            raise Fault(play.place, "template", f"{what}; {remedy}, or take another template")
         ends = ((_stands(text, asked, told, play.chat), spans) for text, spans in texts)
         end, home = next(((end, spans) for end, spans in ends if end), (len(told), None))
         if home is None:
