@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from attrs import frozen
@@ -28,6 +28,10 @@ _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _BLOCK = 512
 """Rows M whose scores are written out at a time."""
+
+
+_Run: TypeAlias = tuple[int, Stretches]
+"""(row, the slots that it alone sees)."""
 
 
 @frozen(eq=False)
@@ -53,17 +57,18 @@ class _Padded:
 class _Plan:
     """Hold how a flat row attends under one window.
 
-    fresh: rows of texts of which nothing is cached. runs: (row, start, stop) of rows that see a run of slots each, as
+    fresh: rows of texts of which nothing is cached. runs: rows that see all that there is in slots of their own, as
     torch's kernel on a CPU sees them: what decoding mostly is. alone: other pieces that are all that their rows see.
-    joint: pieces to put together; parts: for each row that they are about, which of all their rows it is made of, and a
-    number more than there are where it is of fewer. order: where each row is among the results; None where they come in
-    order.
+    joint, joint_runs: such pieces to put together; parts: for each row that they are about, which of all their rows it
+    is made of, and a number more than there are where it is of fewer. order: where each row is among the results; None
+    where they come in order.
     """
 
     fresh: list[slice]
-    runs: list[tuple[int, int, int]]
+    runs: list[_Run]
     alone: list[_Placed]
     joint: list[_Placed]
+    joint_runs: list[_Run]
     parts: Tensor
     padded: _Padded | None
     order: Tensor | None
@@ -100,10 +105,13 @@ def _attention(pool: Pool, parts: Sequence[Part], pad: Callable[[Text], bool]) -
         how = plan(look.window, look.softcap is None and look.slopes is None)
         done = [causal(q[:, at], k[:, at], v[:, at], look)[0] for at in how.fresh]
         if how.runs:
-            done.append(_run_by_run(q, how.runs, keys, values, look.scale))
+            done.append(_run_by_run(q, how.runs, keys, values, look.scale)[0])
         done += [_seen(q[0], each, keys, values, look)[0] for each in how.alone]
-        if how.joint:
-            done.append(_joined([_seen(q[0], each, keys, values, look) for each in how.joint], how.parts))
+        if how.joint or how.joint_runs:
+            several = [_seen(q[0], each, keys, values, look) for each in how.joint]
+            if how.joint_runs:
+                several.append(_run_by_run(q, how.joint_runs, keys, values, look.scale))
+            done.append(_joined(several, how.parts))
         if how.padded is not None:
             done.append(_gathered(q[0], how.padded, keys, values, look))
         mixed = torch.cat(done) if len(done) > 1 else done[0]
@@ -121,15 +129,18 @@ def _planned(
 ) -> _Plan:
     of_one_run = plain and device.type == "cpu"
     if of_one_run and not window and (lone := _lone(found)):
-        return _Plan([], lone, [], [], torch.empty(0), None, None)
+        return _Plan([], lone, [], [], [], torch.empty(0), None, None)
     fresh = [text.rows for text in found if text.part.start == 0 and text.part.count > 1]
     many = [text for text in found if pad(text)]
     seen = pieces((text for text in found if text.rows not in fresh and not pad(text)), window)
     times = Counter(row for piece in seen for row in piece.rows)
-    single, joint = _split(seen, lambda piece: all(times[row] == 1 for row in piece.rows))
-    runs, alone = _split(single, lambda p: of_one_run and len(p.rows) == len(p.stretches) == 1 and not p.masked)
+    single, several = _split(seen, lambda piece: all(times[row] == 1 for row in piece.rows))
+    (runs, alone), (joint_runs, joint) = (
+        _split(each, lambda piece: of_one_run and len(piece.rows) == 1 and not piece.masked)
+        for each in (single, several)
+    )
     made: dict[int, list[int]] = defaultdict(list)
-    for number, row in enumerate(row for piece in joint for row in piece.rows):
+    for number, row in enumerate(row for piece in (*joint, *joint_runs) for row in piece.rows):
         made[row].append(number)
     at = torch.tensor([place for text in found for place in range(text.part.start, text.end)], device=device)
     placed = partial(_placed, at)
@@ -138,23 +149,24 @@ def _planned(
     order = sorted(range(len(rows)), key=rows.__getitem__)
     return _Plan(
         fresh=[slice(rows[0], rows[-1] + 1) for rows in fresh],
-        runs=[(piece.rows[0], *piece.stretches[0]) for piece in runs],
+        runs=[(piece.rows[0], piece.stretches) for piece in runs],
         alone=[placed(piece) for piece in alone],
         joint=[placed(piece) for piece in joint],
+        joint_runs=[(piece.rows[0], piece.stretches) for piece in joint_runs],
         parts=_rectangle(list(made.values()), device),
         padded=_padded(many, at, window) if many else None,
         order=None if order == list(range(len(rows))) else torch.tensor(order, device=device),
     )
 
 
-def _lone(found: Sequence[Text]) -> list[tuple[int, int, int]]:
+def _lone(found: Sequence[Text]) -> list[_Run]:
     """Return the runs of texts that want a token each and share nothing, as most passes have them; else none."""
-    runs: dict[int, tuple[int, int, int]] = {}
+    runs: dict[int, _Run] = {}
     for text in found:
         stretches = text.part.stretches
         if text.part.count != 1 or len(stretches) != 1 or stretches[0][0] in runs:
             return []
-        runs[stretches[0][0]] = (text.rows[0], *stretches[0])
+        runs[stretches[0][0]] = text.rows[0], stretches
     return list(runs.values())
 
 
@@ -220,21 +232,19 @@ def _seen(q: Tensor, placed: _Placed, keys: Tensor, values: Tensor, look: Look) 
 
 
 def _read(x: Tensor, stretches: Stretches) -> Tensor:
-    found = [x[:, start:stop] for start, stop in stretches]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+    found = [x.narrow(-2, start, stop - start) for start, stop in stretches]
+    return found[0] if len(found) == 1 else torch.cat(found, -2)
 
 
 def _run_by_run(
-    q: Tensor, runs: Sequence[tuple[int, int, int]], keys: Tensor, values: Tensor, scale: float | None
-) -> Tensor:
-    """Return what single rows of q [1, N, H, C] make of a run of slots each, [n, H, C], in as few calls as can be."""
+    q: Tensor, runs: Sequence[_Run], keys: Tensor, values: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return as `_seen` what single rows of q [1, N, H, C] make of slots of their own, in as few calls as can be."""
     k, v, heads = keys[None], values[None], q.shape[2:]
-    rows = q.view(-1, 1, len(keys), heads[0] // len(keys), heads[1]).unbind()
-    done = [
-        _flash(rows[row], k.narrow(2, start, stop - start), v.narrow(2, start, stop - start), scale=scale)[0]
-        for row, start, stop in runs
-    ]
-    return (torch.cat(done) if len(done) > 1 else done[0]).reshape(-1, *heads)
+    rows = q.view(-1, 1, keys.shape[0], heads[0] // keys.shape[0], heads[1]).unbind()
+    done = [_flash(rows[row], _read(k, slots), _read(v, slots), scale=scale) for row, slots in runs]
+    mixed, totals = (torch.cat(x) for x in zip(*done, strict=True))
+    return mixed.reshape(-1, *heads), totals.reshape(-1, heads[0])
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, terms: Tensor | None, look: Look) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def _shared(whole: Iterable[Piece]) -> Iterator[Piece]:
     for (first, _), group in alike.items():
         trunk, rests = _parted([list(piece.stretches) for piece in group]) if len(group) > 1 else ((), [])
         size = size_of(trunk)
-        if size < _LONG or len(group) == 1:
+        if size < 2 * _LONG or len(group) == 1:
             yield from (part for piece in group for part in _alone(piece))
             continue
         yield Piece(tuple(row for piece in group for row in piece.rows), first, trunk)
