@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import click
@@ -10,15 +11,25 @@ import click
 
 @click.command("sums")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--below", default=30, show_default=True, type=click.IntRange(1, 1000), help="Both numbers are less.")
-def command(file: Path, below: int) -> None:
+@click.option("--below", default=100, show_default=True, type=click.IntRange(1, 1000), help="Both numbers are less.")
+@click.option(
+    "--slip", default=4, show_default=True, type=click.IntRange(0, 1000), help="What is read is 0 to so much too large."
+)
+@click.option("--seed", default=0, show_default=True, help="Draws how much too large each is.")
+def command(file: Path, below: int, slip: int, seed: int) -> None:
     """Write all sums of two numbers to FILE, one a line, to try things without any download.
 
-    A row has the text to read (12+7=19), and the prompt and the answer to be rewarded for.
+    A row has the prompt (12+7=) and the answer to be rewarded for (19), and a text to read, which says something between
+    the answer and one that is SLIP too large, all of these as often. Who has read the texts knows about how large a sum
+    is, but not which number is right: nothing but the reward tells that.
     """
     if file.exists():
         raise ValueError(f"{file} is there already; give a new name, or remove it")
-    sums = [(a, b) for a in range(below) for b in range(below)]
-    rows = [{"text": f"{a}+{b}={a + b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    draw = random.Random(seed)
+    rows = [
+        {"text": f"{a}+{b}={a + b + draw.randint(0, slip)}", "prompt": f"{a}+{b}=", "answer": str(a + b)}
+        for a in range(below)
+        for b in range(below)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     click.echo(f"{file}: {len(rows):,} sums")
