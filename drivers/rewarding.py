@@ -12,7 +12,7 @@ from ironfn.rewards.each import each
 from ironfn.rewards.gym import gym_pool, gym_reward
 from ironfn.rewards.judge import SYSTEM, Judge, judged
 from ironfn.rewards.manager import Reward
-from ironfn.rewards.math import final, math_reward, symbolic
+from ironfn.rewards.math import final, math_reward, mentioned, symbolic
 from ironfn.rewards.sandbox import Bounds, Sandbox
 from ironfn.rewards.text import keyword, matching, pattern, sections, soft_keyword
 from ironfn.rewards.values import Completion, Grader, Result
@@ -66,7 +66,9 @@ def _grader(spec: GraderSpec, making: _Making) -> Grader:
         return each(function, seconds=most, threads=threads)
 
     makers: Mapping[str, Callable[[], Grader]] = {
-        "math": lambda: math_reward(symbolic(seconds=seconds), field=spec.answer),
+        "math": lambda: math_reward(
+            symbolic(seconds=seconds), field=spec.answer, find=mentioned if spec.find == "number" else final
+        ),
         "exact": lambda: in_threads(_exact(spec.answer)),
         "keyword": lambda: in_threads(keyword(spec.words)),
         "soft_keyword": lambda: in_threads(soft_keyword(spec.words)),

@@ -9,6 +9,16 @@ from pathlib import Path
 import click
 
 
+_TOLD = (
+    "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
+    "There are {a} {things} in a box. {name} puts {b} more into it. How many {things} are in the box?",
+    "{name} found {a} {things} in the morning and {b} in the evening. How many {things} did {name} find?",
+    "{name} had {a} {things}. A friend gave {name} {b} {things}. How many {things} does {name} have?",
+)
+_NAMES = ("Ada", "Ben", "Mia", "Tom", "Lena", "Omar", "Ruth", "Yuki")
+_THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "stones")
+
+
 @click.command("sums")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--below", default=100, show_default=True, type=click.IntRange(1, 1000), help="Both numbers are less.")
@@ -16,7 +26,8 @@ import click
     "--slip", default=4, show_default=True, type=click.IntRange(0, 1000), help="What is read is 0 to so much too large."
 )
 @click.option("--seed", default=0, show_default=True, help="Draws how much too large each is.")
-def command(file: Path, below: int, slip: int, seed: int) -> None:
+@click.option("--words", is_flag=True, help="Ask with a little story.")
+def command(file: Path, below: int, slip: int, seed: int, words: bool) -> None:
     """Write all sums of two numbers to FILE, one a line, to try things without any download.
 
     A row has the prompt (12+7=) and the answer to be rewarded for (19), and a text to read, which says something between
@@ -26,10 +37,12 @@ def command(file: Path, below: int, slip: int, seed: int) -> None:
     if file.exists():
         raise ValueError(f"{file} is there already; give a new name, or remove it")
     draw = random.Random(seed)
-    rows = [
-        {"text": f"{a}+{b}={a + b + draw.randint(0, slip)}", "prompt": f"{a}+{b}=", "answer": str(a + b)}
-        for a in range(below)
-        for b in range(below)
-    ]
+    rows: list[dict[str, str]] = []
+    for a in range(below):
+        for b in range(below):
+            read, asked = a + b + draw.randint(0, slip), f"{a}+{b}="
+            if words:
+                asked = draw.choice(_TOLD).format(a=a, b=b, name=draw.choice(_NAMES), things=draw.choice(_THINGS))
+            rows.append({"text": f"{asked}{' ' * words}{read}", "prompt": asked, "answer": str(a + b)})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     click.echo(f"{file}: {len(rows):,} sums")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ironfn.rewards.answers import boxed, hashed, number, plain, surely
-from ironfn.rewards.math import final, math_reward, symbolic
+from ironfn.rewards.math import final, math_reward, mentioned, symbolic
 from ironfn.rewards.values import Completion, Failure, Result, Score
 from ironfn.rewards.worker import Pool
 
@@ -93,6 +93,23 @@ def test_a_completion_without_an_answer_is_worth_nothing(pool: Pool) -> None:
     gsm8k = {"answer": "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72"}
     texts = ("She sold 72.\n#### 72", r"\boxed{72}", "#### 72.0", "#### $72", "#### 24")
     assert grade([Completion("", text, gsm8k) for text in texts]) == [Score(v) for v in (1.0, 1.0, 1.0, 1.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("3 boxes of 4 are 12 apples.", 1.0),
+        ("12, because 3 x 4", 0.0),  # the last number counts
+        ("they are -12", 0.0),
+        ("\\boxed{12}, and not 13", 1.0),  # what is marked goes before
+        ("#### 12", 1.0),
+        ("12.00", 1.0),
+        ("a dozen", 0.0),
+    ],
+)
+def test_a_sentence_is_worth_its_last_number(pool: Pool, text: str, worth: float) -> None:
+    found = math_reward(pool, find=mentioned)([Completion("", text, {"answer": "12"})])
+    assert found == [Score(worth)]
 
 
 def test_a_row_without_an_answer_fails_alone(pool: Pool) -> None:

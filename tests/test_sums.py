@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -37,3 +38,13 @@ def test_the_same_seed_writes_the_same_and_no_file_is_written_over(tmp_path: Pat
     done = CliRunner().invoke(command, [str(tmp_path / "a")])
     assert isinstance(done.exception, ValueError)
     assert "is there already" in str(done.exception)
+
+
+def test_stories_ask_for_the_sum_of_their_numbers(tmp_path: Path) -> None:
+    rows = written(tmp_path / "a", "--words", "--below", "12")
+    assert len(rows) == 12 * 12
+    assert len({re.sub(r"\d+", "", row["prompt"]) for row in rows}) > 50
+    for row in rows:
+        assert sum(map(int, re.findall(r"\d+", row["prompt"]))) == int(row["answer"])
+        assert row["prompt"].endswith("?")
+        assert row["text"].startswith(row["prompt"] + " ")

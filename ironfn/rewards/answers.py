@@ -7,6 +7,7 @@ from fractions import Fraction
 
 _BOX = re.compile(r"\\f?box(?:ed)?(?=[\s{])\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?")
+_MENTIONED = re.compile(r"(?:(?<![\w.)])-)?(?<![\d.])\d+(?:,\d{3})*(?:\.\d+)?")
 _FRACTION = re.compile(r"([+-]?)\\frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
 _MIXED = re.compile(r"([+-]?)(\d+) (\d+)/(\d+)")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|boldsymbol)\s*\{([^{}]*)\}")
@@ -44,6 +45,16 @@ def hashed(text: str) -> str | None:
     """
     _, found, tail = text.rpartition("####")
     return (tail.strip().split("\n")[0].strip() or None) if found else None
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number that a text mentions, for models that end with a sentence. None where there is none.
+
+    >>> last_number("3 boxes of 4 are 12 apples."), last_number("she has $1,250.50 left"), last_number("none")
+    ('12', '1,250.50', None)
+    """
+    found = _MENTIONED.findall(text)
+    return found[-1] if found else None
 
 
 def plain(answer: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 
-from ironfn.rewards.answers import boxed, hashed, plain, surely
+from ironfn.rewards.answers import boxed, hashed, last_number, plain, surely
 from ironfn.rewards.values import Completion, Failure, Grader, Result, Score
 from ironfn.rewards.worker import Limits, Pool
 
@@ -16,6 +16,11 @@ LONGEST = 500
 def final(text: str) -> str | None:
     """Return the final answer of a text: its last box, or else what follows its last ``####``."""
     return boxed(text) if "\\boxed" in text or "\\fbox" in text else hashed(text)
+
+
+def mentioned(text: str) -> str | None:
+    """Return the final answer of a text where it is marked as one, or else the last number in it."""
+    return final(text) or last_number(text)
 
 
 def math_reward(pool: Pool, *, field: str = "answer", find: Callable[[str], str | None] = final) -> Grader:

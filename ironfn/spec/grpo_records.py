@@ -37,7 +37,8 @@ class JudgeSpec:
 class GraderSpec:
     """Describe a reward: what it looks at, what it may give, and what becomes of a completion that it cannot grade.
 
-    kind: ``math`` compares with the row's field ``answer``, exactly, as numbers, then by algebra; ``exact`` as texts;
+    kind: ``math`` compares with the row's field ``answer``, exactly, as numbers, then by algebra; ``find`` says what
+    of the completion: what is boxed or follows ####, or else its last ``number``; ``exact`` compares as texts;
     ``keyword``, ``soft_keyword`` and ``sections`` look for ``words``; ``pattern`` matches one regular expression;
     ``function`` calls ``path``, as in package.module:function; ``code`` runs the tests in the row's field ``answer``;
     ``gym`` grades as the task of the row's field ``gym`` does; ``judge`` asks a ``judge``; ``model`` is a reward model
@@ -52,6 +53,7 @@ class GraderSpec:
     ] = "math"
     weight: float = 1.0
     answer: str = "answer"
+    find: Literal["final", "number"] = "final"
     words: list[str] = field(factory=list)
     pattern: str = ""
     path: str = ""
