@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-
 _TOLD = (
     "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
     "There are {a} {things} in a box. {name} puts {b} more into it. How many {things} are in the box?",
@@ -30,7 +29,7 @@ _THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "ston
 def command(file: Path, below: int, slip: int, seed: int, words: bool) -> None:
     """Write all sums of two numbers to FILE, one a line, to try things without any download.
 
-    A row has the prompt (12+7=) and the answer to be rewarded for (19), and a text to read, which says something between
+    A row has the prompt (12+7=), the answer to be rewarded for (19), and a text to read, which says something between
     the answer and one that is SLIP too large, all of these as often. Who has read the texts knows about how large a sum
     is, but not which number is right: nothing but the reward tells that.
     """
