@@ -30,6 +30,7 @@ _LEGEND = (
     ("[end]", "control", "its end token"),
     ("[fim prefix]", "control", "a document cut for fill-in-the-middle: prefix, suffix and middle follow their marks;"),
     ("", "control", "where [fim suffix] comes at once, prefix and middle stand joined after [fim middle]"),
+    ("[pair n]", "document", "a prompt, once; after it two completions, each of which sees it and not the other"),
     ("[padding x n]", "padding", "fills what no text does"),
 )
 _STYLES = {"trained": "", "masked": "dim", "control": "bold magenta", "document": "bold blue", "padding": "dim cyan"}
@@ -77,7 +78,7 @@ def inspect(spec: RunSpec, split: str, rows: int, step: int, tokens: bool) -> No
         console.print(
             _tokens(batch, row, vocabulary)
             if tokens
-            else _text(spans(batch, row, vocabulary, packed=lesson is not None))
+            else _text(spans(batch, row, vocabulary, packed=lesson is not None, scored=bool(lesson and lesson.scored)))
         )
 
 
@@ -143,13 +144,18 @@ def _text(stretches: Iterable[Span]) -> Text:
 
 def _tokens(batch: Batch, row: int, vocabulary: Vocabulary) -> Text:
     """Write a row as a table: what goes in, what has to come out, and what is known of each place."""
+
+    def name_of(token: int) -> str:
+        decoded = repr(vocabulary.tokenizer.decode([token], skip_special_tokens=False))
+        return vocabulary.controls.get(token, decoded)
+
     names = ("tokens", "targets", "weight", "position", "segment")
     columns = [batch[name][row].tolist() if name in batch else [0] * batch["tokens"].shape[1] for name in names]
+    columns.append(batch["until"][row].tolist() if "until" in batch else columns[-1])
     text = Text(f"{'place':>6} {'input':>7} {'target':>7} {'weight':>7} {'position':>9} {'segment':>8}  text\n")
-    for place, (given, target, weight, position, segment) in enumerate(zip(*columns, strict=True)):
-        decoded = repr(vocabulary.tokenizer.decode([target], skip_special_tokens=False))
-        piece = vocabulary.controls.get(target, decoded)
+    for place, (given, target, weight, position, segment, until) in enumerate(zip(*columns, strict=True)):
+        asked = name_of(target) if until == segment else f"reads {name_of(given)}"  # in a prompt that two share
         style = _STYLES["padding" if segment == -1 else "masked"] if not weight else ""
         style = _STYLES["control"] if weight and target in vocabulary.controls else style
-        text.append(f"{place:6} {given:7} {target:7} {weight:7g} {position:9} {segment:8}  {piece}\n", style)
+        text.append(f"{place:6} {given:7} {target:7} {weight:7g} {position:9} {segment:8}  {asked}\n", style)
     return text

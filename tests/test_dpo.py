@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,20 @@ def test_micro_batches_would_part_the_baseline_of_kto() -> None:
     assert "micro-batches would part" in refused("dpo", spec_file("kto-wrong"), *sets)
 
 
-def test_rows_are_shown_as_the_model_is_taught_them() -> None:
-    told = done("data", "inspect", spec_file("shown"), "--rows", 2)
-    assert "tokens trained" in told
+@pytest.mark.parametrize("way", ["whole", "reward", "kto"])
+def test_rows_are_shown_with_each_prompt_once_before_what_answers_it(way: str) -> None:
+    """The fault: a completion that is shown without what it answers."""
+    sets = [word for each in WAYS[way] for word in ("-s", each)]
+    shown = done("data", "inspect", spec_file(way), *sets, "--rows", 200)
+    if way == "reward":  # scored as a whole, at its end
+        shown = shown.replace("]\n{{ ", "]\n ").replace("}}[end]", "[end]")
+    found = set(re.findall(r"\[pair \d+\]\n\{\{(.*)\}\}\n\[pair \d+, (.*)\]\n(.*)\[end\](?:\n.*\n(.*)\[end\])?", shown))
+    rows = [json.loads(line) for line in Path(f"{form_of(way)}.jsonl").read_text().splitlines()]
+    if way == "kto":
+        expected = {(row["prompt"], "liked" if row["label"] else "not liked", row["completion"]) for row in rows[:20]}
+        found = {each[:3] for each in found}
+    else:
+        expected = {(row["prompt"], "chosen", row["chosen"], row["rejected"]) for row in rows[:60]}
+    assert len(found & expected) > len(expected) * 0.6, "but for those of the validation split"
+    table = done("data", "inspect", spec_file(way), *sets, "--rows", 1, "--tokens")
+    assert "reads '" in table

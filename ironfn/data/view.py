@@ -30,16 +30,22 @@ class Span:
     tokens: int
 
 
-def spans(batch: Batch, row: int, vocabulary: Vocabulary, *, packed: bool = False) -> Iterator[Span]:
+def spans(
+    batch: Batch, row: int, vocabulary: Vocabulary, *, packed: bool = False, scored: bool = False
+) -> Iterator[Span]:
     """Yield the targets of a row as stretches of one kind, in order.
 
-    packed: the row holds supervised texts, each of which has before its targets a first id that is none.
+    packed: the row holds supervised texts, each of which has before its targets a first id that is none; or pairs, of
+    which the prompt comes once and both completions after it. scored: whether these are scored as a whole.
 
     A batch without segments attends to whole rows: no document is named, its end token still shows.
     """
     targets: list[int] = batch["targets"][row].tolist()
     weights: list[float] = batch["weight"][row].tolist()
     segments: list[int] = batch["segment"][row].tolist() if "segment" in batch else [0] * len(targets)
+    if "until" in batch:
+        yield from _pairs(batch, row, vocabulary, scored)
+        return
     at = 0
     for segment, group in groupby(segments):
         count = len(list(group))
@@ -53,6 +59,33 @@ def spans(batch: Batch, row: int, vocabulary: Vocabulary, *, packed: bool = Fals
             ids, shares = targets[at : at + count], weights[at : at + count]
             yield from _document([before, *ids] if packed else ids, [0.0, *shares] if packed else shares, vocabulary)
         at += count
+
+
+def _pairs(batch: Batch, row: int, vocabulary: Vocabulary, scored: bool) -> Iterator[Span]:
+    """Yield what `pairs.cut_pairs` laid into a row; a prompt's last id stands in front of both completions."""
+    names = ("tokens", "targets", "weight", "segment", "until")
+    tokens, targets, weights, segments, untils = (batch[name][row].tolist() for name in names)
+    prompt: list[int] = []
+    for (segment, until), group in groupby(range(len(tokens)), lambda at: (segments[at], untils[at])):
+        places = list(group)
+        here = slice(places[0], places[-1] + 1)
+        if segment == -1:
+            yield Span("padding", "", "", len(places))
+        elif segment < until:
+            prompt = tokens[here]
+        else:
+            pair, side = segment // 2 + 1, segment % 2
+            if not side:
+                asked = prompt if scored else [*prompt, tokens[places[0]]]
+                yield Span("document", f"pair {pair}", "", 0)
+                yield from _document(asked, [0.0] * len(asked), vocabulary)
+                prompt = []
+            title = ("chosen", "rejected")[side]
+            if "liked" in batch:
+                liked = int(batch["liked"][row, places[0]])
+                title = "another text's, to compare with" if side else ("not liked", "liked")[liked]
+            yield Span("document", f"pair {pair}, {title}", "", 0)
+            yield from _document(targets[here], weights[here], vocabulary)
 
 
 def _document(targets: list[int], weights: list[float], vocabulary: Vocabulary) -> Iterator[Span]:
