@@ -228,8 +228,7 @@ def _opened(spec: RunSpec, split: str, lesson: Lesson | None) -> Dataset:
     if spec.data.form != "prompts":
         return open_dataset(spec.data, split, lesson)
     assert lesson is not None, "prompts are written with a model's tokenizer"
-    needs = {name: one.reads for name, one in spec.grpo.rewards.items()}
-    return open_prompts(spec.data, split, lesson, spec.data.length + 1 - spec.grpo.tokens, needs)
+    return open_prompts(spec.data, split, lesson, spec.data.length + 1 - spec.grpo.tokens, spec.grpo.rewards)
 
 
 def _forwards(spec: RunSpec, arch: Arch, where: Places, mesh: Mesh) -> tuple[Forward, Forward]:

@@ -20,7 +20,9 @@ def imported(path: str) -> Callable[[Completion], object]:
     try:
         found = importlib.import_module(module) if module and name else None
     except ImportError as error:
-        raise ValueError(f"the reward {path!r} cannot be imported: {error}") from None
+        raise ValueError(
+            f"the reward {path!r} cannot be imported: {error}; where its file is yours, put its folder on PYTHONPATH"
+        ) from None
     function = getattr(found, name, None)
     if not callable(function):
         raise ValueError(f"the reward {path!r} is no function; name one as package.module:function")

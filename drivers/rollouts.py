@@ -38,7 +38,21 @@ from .build import Job
 from .doubts import unrewarded
 from .failures import Failure, together
 from .objectives import reference_params, refers, under_adapter
-from .samples import Rollout, Sample, as_json, best, differs, mean_of, parts_of, passes, taught, told_of, written
+from .samples import (
+    Rollout,
+    Sample,
+    as_json,
+    best,
+    differs,
+    mean_of,
+    parts_of,
+    passes,
+    sealed,
+    taught,
+    told_of,
+    unsealed,
+    written,
+)
 
 _ROWS_APART = 1 << 24
 """How far the rows of two updates are apart in the numbering that keys dropout."""
@@ -163,7 +177,7 @@ class Rollouts:
         rollout = best(rollout, grpo.prompts)
         if self.job.speaks:
             self.folder.mkdir(exist_ok=True)
-            replace_whole(self._path(first), json.dumps(as_json(rollout)).encode())
+            replace_whole(self._path(first), sealed(rollout))
         return rollout
 
     def _require_rewards(self, groups: Sequence[Sequence[Sample]], where: str) -> None:
@@ -296,11 +310,9 @@ class Rollouts:
                 f"{self._path(first)} is gone: this run stands in the middle of what was written at step {first}; put "
                 "it back, or begin from an earlier checkpoint"
             )
-        told = json.loads(data)
-        groups = [
-            [Sample(written(one["written"]), one["reward"], one["parts"]) for one in group] for group in told["groups"]
-        ]
-        return Rollout(told["step"], told["temperature"], told["numbers"], groups)
+        if (rollout := unsealed(data, first)) is None:
+            raise ValueError(f"{self._path(first)} is damaged; put it back, or begin from an earlier checkpoint")
+        return rollout
 
 
 def _at(temperature: float, batch: Batch) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from base64 import b64decode, b64encode
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from attrs import asdict, evolve, frozen
 
 from ironfn import rng
@@ -57,6 +59,25 @@ def written(told: dict[str, Any]) -> Written:
     """Read a completion that was written as JSON."""
     experts, trunk = (b64decode(told[name]) for name in ("experts", "trunk"))
     return Written(tuple(told["ids"]), tuple(told["log_probs"]), told["reason"], experts, trunk)
+
+
+def sealed(rollout: Rollout) -> bytes:
+    """Return a rollout as bytes that tell when they are damaged."""
+    data = json.dumps(as_json(rollout)).encode()
+    return xxhash.xxh3_128_hexdigest(data).encode() + b"\n" + data
+
+
+def unsealed(data: bytes, step: int) -> Rollout | None:
+    """Read what `sealed` wrote. None where it was damaged, or is the rollout of another step."""
+    seal, _, told = data.partition(b"\n")
+    if seal != xxhash.xxh3_128_hexdigest(told).encode():
+        return None
+    rollout: dict[str, Any] = json.loads(told)
+    groups = [
+        [Sample(written(one["written"]), one["reward"], one["parts"]) for one in group] for group in rollout["groups"]
+    ]
+    found = Rollout(rollout["step"], rollout["temperature"], rollout["numbers"], groups)
+    return found if found.step == step else None
 
 
 def parts_of(graded: Graded) -> dict[str, float | str]:

@@ -68,9 +68,13 @@ class Voice:
 
     def completions(self, rollouts: Rollouts) -> None:
         """Write what the policy wrote, and what it was worth, a prompt a line."""
-        with self.place.completions.open("a", encoding="utf-8") as file:
-            for row in rollouts.readable():
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rollouts.readable())
+        try:
+            with self.place.completions.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(lines)
+        except OSError as error:
+            error.filename = str(self.place.completions)
+            raise
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Write and show how the model continued a prompt."""

@@ -205,6 +205,20 @@ def test_a_rollout_that_is_gone_is_told(runs: Path) -> None:
     assert "00000004.json is gone" in refused("grpo", spec_file("lost"), *_sets(WAYS["whole"]))
 
 
+@pytest.mark.parametrize("harm", ["cut", "changed", "other"])
+def test_a_rollout_that_is_damaged_is_told(harm: str, runs: Path) -> None:
+    name = f"harmed-{harm}"
+    assert driver.run(load(name, *WAYS["held"], "train.steps=6")) == 0
+    path = Path(f"runs/{name}/rollouts/00000004.json")
+    data = path.read_bytes()
+    harmed = {"cut": data[:-40], "changed": data.replace(b'"numbers": [', b'"numbers": [1', 1)}
+    if harm == "other":
+        assert driver.run(load(f"{name}-2", *WAYS["held"], "train.steps=2")) == 0
+        harmed["other"] = Path(f"runs/{name}-2/rollouts/00000000.json").read_bytes()
+    path.write_bytes(harmed[harm])
+    assert "00000004.json is damaged" in refused("grpo", spec_file(name), *_sets(WAYS["held"]))
+
+
 def test_rollouts_before_the_oldest_checkpoint_are_deleted(runs: Path) -> None:
     assert sorted(path.name for path in Path("runs/whole/rollouts").iterdir()) == ["00000004.json"]
 

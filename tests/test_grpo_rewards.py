@@ -274,6 +274,45 @@ def test_what_cannot_be_meant_of_a_reward_is_refused(
     assert not Path("runs/wrong/checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"prompt": "x"}', "the field 'answer', which grpo.rewards.a reads, is missing"),
+        ('{"prompt": "x", "answer": " "}', "is missing or empty"),
+        ('{"prompt": "x", "answer": ["1"]}', "is list; a text or a number is compared"),
+        ('{"prompt": "\\ud800 x", "answer": "1"}', "surrogates not allowed"),
+        ('{"prompt": "x", "answer": "1", "more": "\\udfff"}', "surrogates not allowed"),
+        ('{"prompt": " ", "answer": "1"}', "prompt has to be a text"),
+        ('{"prompt": [], "answer": "1"}', "at least one message"),
+        ('[1]', "an object with a prompt"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_asked_or_graded_is_told_with_its_place_or_passed_over(row: str, said: str) -> None:
+    good = [json.dumps({"prompt": f"{n} ä€😀 <|im_end|> \u202e\u0000", "answer": n}) for n in range(6)]
+    Path("rows.jsonl").write_text("\n".join([*good[:3], row, *good[3:]]))
+    more = ("data.sets.mine.sources=[rows.jsonl]", "data.split.validation=0", "data.length=64")
+    found = fails("hostile", "a: {kind: exact}", more=more)
+    assert "data.sets.mine: rows.jsonl:4: " in found
+    assert said in found
+    assert "Traceback" not in found
+
+
+def test_rows_that_are_passed_over_leave_the_others(folder: Path) -> None:
+    told = [{"prompt": f"{n} ä€😀 <|im_end|> \u202e\u0000", "answer": n} for n in range(6)]
+    told += [{"prompt": "x"}, {"prompt": "much " * 99, "answer": 3}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    more = ("data.sets.mine.sources=[rows.jsonl]", "data.split.validation=0", "data.length=64", "data.bad_lines=count")
+    said = run("passed", "a: {kind: exact}", "b: {kind: math}", more=more)
+    assert "6 prompts, 4 of them answered 4 times at a time; 1 are longer than a row has room for" in said
+    assert first("passed")["failed"] == 0
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(folder: Path) -> None:
+    Path("runs/full").mkdir(parents=True)
+    Path("runs/full/completions.jsonl").symlink_to("/dev/full")
+    assert "runs/full/completions.jsonl: No space left on device" in fails("full", "a: {kind: exact}")
+
+
 def test_all_rewards_at_once_with_an_adapter_go_on_as_if_never_stopped(folder: Path) -> None:
     own = "{kind: function, path: 'tests.own_rewards:shortness', weight: -0.5}"
     more = (*LORA, "train.steps=8", "grpo.tries=2", "checkpoint.every=8")

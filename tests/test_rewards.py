@@ -9,10 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from drivers.graders import function_pool, function_reward, imported, key_from
 from ironfn.rewards.each import each
@@ -71,7 +75,25 @@ def test_a_failure_leaves_out_the_sample_or_the_group_or_stops() -> None:
         totals("stop")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.5, -0.1, 10**400, "1", None, [1.0], 1j])
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        1.5,
+        -0.1,
+        10**400,
+        "1",
+        b"1",
+        np.str_("1"),
+        None,
+        [1.0],
+        1j,
+        np.ones(2),
+        torch.ones(2),
+    ],
+)
 def test_what_is_no_number_within_the_bounds_is_a_failure(value: Any) -> None:
     [[graded]] = grade([Reward("r", each(lambda _: value))], [texts("a")])
     assert graded.total is None
@@ -79,6 +101,12 @@ def test_what_is_no_number_within_the_bounds_is_a_failure(value: Any) -> None:
     told = tally([[graded]])
     assert math.isnan(told["r/mean"])
     assert told["r/failed"] == 1
+
+
+@pytest.mark.parametrize("value", [True, 1, Fraction(1), Decimal(1), np.float32(1), np.bool_(True), torch.tensor(1.0)])
+def test_whatever_python_makes_a_number_of_is_a_score(value: Any) -> None:
+    [[graded]] = grade([Reward("r", each(lambda _: value))], [texts("a")])
+    assert graded.parts["r"] == Score(1.0)
 
 
 @pytest.mark.parametrize("given", [Score(math.nan), Score(7.0)])

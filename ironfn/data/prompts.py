@@ -22,9 +22,10 @@ from ironfn.data.lesson import Lesson
 from ironfn.data.readers import Bad, Blank, Row, rows
 from ironfn.data.sources import find
 from ironfn.data.tokenizer import byte_lengths
-from ironfn.spec.records import DataSpec
+from ironfn.spec.records import DataSpec, GraderSpec
 
-_NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
+_NOTHING: Mapping[str, GraderSpec] = MappingProxyType({})
+_LESS = ("a larger share of data.split, or 0 to do without it", "smaller shares of data.split to the other splits")
 
 
 @frozen(eq=False)
@@ -60,11 +61,11 @@ class Prompts(Dataset):
 
 
 def open_prompts(
-    spec: DataSpec, split: str, lesson: Lesson, longest: int, needs: Mapping[str, Sequence[str]] = _NOTHING
+    spec: DataSpec, split: str, lesson: Lesson, longest: int, needs: Mapping[str, GraderSpec] = _NOTHING
 ) -> Prompts:
     """Read a split's prompts: rows with ``prompt``, a text or messages, and whatever else they are graded by.
 
-    needs: from a reward's name to the fields that it reads. A prompt of more than ``longest`` tokens is left out. Equal
+    needs: the rewards that grade the answers, by name. A prompt of more than ``longest`` tokens is left out. Equal
     rows count once. ValueError for a row without a prompt, or what it needs, unless ``data.bad_lines`` is count, and
     where there are none.
     """
@@ -86,8 +87,8 @@ def open_prompts(
                 chosen += [item] if len(item.ids) <= longest else []
     if not chosen:
         raise ValueError(
-            f"the {split} split has no prompt of up to {longest} tokens ({cut} are longer); give more rows, a larger "
-            f"data.split.{split} (or 0 to do without), or a longer data.length"
+            f"the {split} split has no prompt of up to {longest} tokens ({cut} are longer); give more rows, "
+            f"{_LESS[split == 'train']}, or a longer data.length"
         )
     told = repr([vocabulary.checksum, lesson.settings, *((p.ids, sorted(p.row)) for p in chosen)])
     return Prompts(
@@ -98,7 +99,7 @@ def open_prompts(
     )  # fmt: skip
 
 
-def _rows(path: Path, lesson: Lesson, needs: Mapping[str, Sequence[str]]) -> Iterator[Prompt | Fault]:
+def _rows(path: Path, lesson: Lesson, needs: Mapping[str, GraderSpec]) -> Iterator[Prompt | Fault]:
     for row in rows(path):
         if isinstance(row, Blank):
             continue
@@ -111,13 +112,17 @@ def _rows(path: Path, lesson: Lesson, needs: Mapping[str, Sequence[str]]) -> Ite
             yield error if isinstance(error, Fault) else Fault(row.place, "prompt", str(error))
 
 
-def _graded(prompt: Prompt, place: str, needs: Mapping[str, Sequence[str]]) -> Prompt:
+def _graded(prompt: Prompt, place: str, needs: Mapping[str, GraderSpec]) -> Prompt:
     """Return a prompt that has what its answers are graded by. `Fault` for one that has not."""
-    for reward, fields in needs.items():
-        for name in fields:
-            if (value := prompt.row.get(name)) is None or (isinstance(value, str) and not value.strip()):
-                what = f"the field {name!r}, which grpo.rewards.{reward} reads, is missing or empty; fill it, or say "
-                raise Fault(place, "nothing to grade by", f"{what}what it is called by sft.fields: {{{name}: …}}")
+    for reward, spec in needs.items():
+        for name in spec.reads:
+            value, who = prompt.row.get(name), f"the field {name!r}, which grpo.rewards.{reward} reads,"
+            if value is None or (isinstance(value, str) and not value.strip()):
+                what = f"{who} is missing or empty; fill it, or say what it is called by sft.fields: {{{name}: …}}"
+                raise Fault(place, "nothing to grade by", what)
+            if spec.kind in ("math", "exact") and not isinstance(value, str | int | float):
+                what = f"{who} is {type(value).__name__}; a text or a number is compared"
+                raise Fault(place, "nothing to grade by", what)
     return prompt
 
 
@@ -127,6 +132,11 @@ def _prompt(row: Row, lesson: Lesson) -> Prompt:
         raise Fault(row.place, "unknown form", "a row is an object with a prompt; write one")
     names = {theirs: ours for ours, theirs in lesson.spec.fields.items()}
     fields: dict[str, Any] = {names.get(str(name), str(name)): value for name, value in values.items()}
+    try:
+        told = json.dumps(fields, ensure_ascii=False, sort_keys=True)
+        told.encode()
+    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as error:
+        raise Fault(row.place, "no JSON value", f"{error}; write texts, numbers, lists and objects only") from error
     asked = fields.get("prompt")
     if isinstance(asked, str) and asked.strip():
         return Prompt(tuple(lesson.question(asked)), asked, fields)

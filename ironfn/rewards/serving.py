@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ironfn.rewards.values import Score, result_of
+
 
 def serve(prepare: Callable[[Mapping[str, Any]], Callable[[Any], object]]) -> None:
     """Answer until standard input ends. prepare: from the settings to the function that answers a request.
@@ -32,8 +34,8 @@ def serve(prepare: Callable[[Mapping[str, Any]], Callable[[Any], object]]) -> No
 
 def _answer(answer: Callable[[Any], object], request: Any) -> dict[str, Any]:
     try:
-        value = answer(request)
-        return {"value": float(value) if isinstance(value, bool | int | float) else repr(value)[:200]}
+        result = result_of(answer(request))
+        return {"value": result.value} if isinstance(result, Score) else {"error": result.what, "kind": result.kind}
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # also RecursionError; whatever it is, the parent hears of it

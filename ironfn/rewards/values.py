@@ -48,13 +48,18 @@ Grader = Callable[[Sequence[Completion]], Sequence[Result]]
 
 
 def result_of(value: object) -> Result:
-    """Return what a function's answer means: a finite number is a score, a result is itself, all else a failure."""
+    """Return what a function's answer means: a finite number is a score, a result is itself, all else a failure.
+
+    A number is whatever Python makes a float of, such as numpy's and torch's, but no text.
+    """
     if isinstance(value, Score | Failure):
         return value
-    if not isinstance(value, int | float):
+    if isinstance(value, str) or not hasattr(type(value), "__float__"):
         return Failure("error", f"a reward of type {type(value).__name__} is no number")
     try:
-        number = float(value)
+        number = float(value)  # pyright: ignore[reportArgumentType]: it has what makes it one
     except OverflowError:
         return Failure("bounds", "a reward too large for a float")
+    except (TypeError, ValueError, RuntimeError) as error:  # arrays of several
+        return Failure("error", f"a reward of type {type(value).__name__} is no number: {error}")
     return Score(number) if math.isfinite(number) else Failure("bounds", f"a reward of {number}")

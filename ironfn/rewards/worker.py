@@ -128,7 +128,9 @@ class Worker:
 
 
 def _result(said: Mapping[str, Any]) -> Result:
-    return Failure("error", str(said["error"])) if "error" in said else result_of(said.get("value"))
+    if "error" in said:
+        return Failure(str(said.get("kind", "error")), str(said["error"]))
+    return result_of(said.get("value"))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> Failure:

@@ -47,6 +47,11 @@ def _reward(at: Path, one: GraderSpec) -> Iterator[Fault]:
             what = f"is for {' and '.join(kinds)}, and kind is {one.kind}; leave it out"
             yield ((*at, name), (*at, "kind")), what
     yield from _of_its_kind(at, one)
+    if abs(one.weight) > 1e6:
+        yield ((*at, "weight"),), f"{one.weight:g} is too large; write -1e6 to 1e6"
+    for name in ("low", "high"):
+        if abs(getattr(one, name)) > 1e12:
+            yield ((*at, name),), f"{getattr(one, name):g} is too large; write -1e12 to 1e12"
     if not one.low < one.high:
         yield ((*at, "low"), (*at, "high")), f"{one.low:g} is not below {one.high:g} (high)"
     if one.seconds is not None and not 0 < one.seconds <= 86_400:
