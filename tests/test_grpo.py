@@ -245,7 +245,7 @@ def _sets(overrides: tuple[str, ...]) -> list[str]:
         ("grpo.reference=base", "nothing is held to it"),
         ("adapter={kind: prompt}", "have no prompt of their own"),
         ("data.form=pairs", "ironfn dpo"),
-        ("data.sets.mine.sources=[hf/config.json]", "not JSON"),
+        ("data.sets.mine.sources=[hf/config.json]", "prompt has to be a text"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(override: str, said: str) -> None:
