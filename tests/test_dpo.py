@@ -15,15 +15,13 @@ import torch
 from drivers import run as driver
 from drivers.adapted import open_whole
 from drivers.specs import resolve
-from ironfn import checkpoint, tree
-from ironfn.report.rows import read_rows
 from ironfn.rewards.model import rewards
 from ironfn.spec.records import RunSpec
 from tests.hf_models import quiet
 from tests.ranks import Ranks
-from tests.test_convert import add_tokenizer
-from tests.test_run import PACE
-from tests.test_sft import TEMPLATE, done, refused, same
+from tests.tuning import MESHES, done, final, refused, rows, same, sets, undrawn, write_model
+
+__all__ = ["undrawn"]
 
 SPEC = """
 name: {name}
@@ -78,24 +76,14 @@ def write_rows() -> None:
     ]
     judged = [{"prompt": p["prompt"], "completion": p["chosen"], "label": True} for p in pairs[::2]]
     judged += [{"prompt": p["prompt"], "completion": p["rejected"], "label": False} for p in pairs[1::2]]
-    for name, rows in (("pairs", pairs), ("judged", judged)):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, told in (("pairs", pairs), ("judged", judged)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
     folder = tmp_path_factory.mktemp("dpo")
-    with quiet():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=300, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=128, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
-    add_tokenizer(folder / "hf")
-    (folder / "hf/chat_template.jinja").write_text(TEMPLATE)
+    write_model(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_rows()
@@ -124,16 +112,8 @@ def load(name: str, *overrides: str) -> RunSpec:
     return resolve((str(spec_file(name)),), overrides)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k not in PACE} for row in read_rows(Path("runs", name, "metrics.jsonl"))]
-
-
-def final(name: str) -> dict[str, torch.Tensor]:
-    return tree.flatten(checkpoint.load(Path(f"runs/{name}/checkpoints/step-00000008"))[0])
-
-
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Path:
+def runs(folder: Path, undrawn: None) -> Path:
     """Take eight steps in every way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -206,14 +186,6 @@ def test_what_was_stopped_goes_on_as_if_it_never_was(way: str, runs: Path) -> No
         assert Path(f"runs/{name}/samples.jsonl").read_bytes() == Path(f"runs/{way}/samples.jsonl").read_bytes()
 
 
-MESHES = {
-    "dp2": ("mesh.dp=2",),
-    "zero1": ("mesh.dp=2", "mesh.zero1=true"),
-    "fsdp": ("mesh.dp=2", "mesh.fsdp=true"),
-    "tp2": ("mesh.tp=2", "mesh.sequence_parallel=true"),
-}
-
-
 @pytest.mark.parametrize(
     ("way", "mesh"),
     [("whole", "fsdp"), ("whole", "tp2"), ("nf4", "tp2"), ("kept", "zero1"), ("kto", "dp2"), ("reward-lora", "tp2"),
@@ -225,8 +197,9 @@ def test_two_ranks_tell_what_one_process_tells(way: str, mesh: str, runs: Path) 
     if way == "kept":
         for path in Path("pairs/mine").glob("*.reference"):
             path.unlink()
-    sets = [word for each in (*WAYS[way], *MESHES[mesh]) for word in ("-s", each)]
-    with Ranks(2, [verb, spec_file(name), *sets], Path(f"ranks-{name}").absolute()) as ranks:
+    with Ranks(
+        2, [verb, spec_file(name), *sets((*WAYS[way], *MESHES[mesh]))], Path(f"ranks-{name}").absolute()
+    ) as ranks:
         assert ranks.wait(120) == [0, 0], [rank.errors for rank in ranks.all]
     kinds = ("train", "validation")
     pairs = zip(*([r for r in rows(each) if r["kind"] in kinds] for each in (name, way)), strict=True)
@@ -259,13 +232,12 @@ def test_a_reward_is_a_sequence_classifier_of_transformers(way: str, runs: Path)
 
 def test_a_reference_has_to_stay_as_it_was(runs: Path) -> None:
     done("convert", "hf", "changed")
-    sets = ("dpo.reference=changed", *WAYS["whole"])
-    assert driver.run(load("held", *sets, "train.steps=4")) == 0
+    overrides = ("dpo.reference=changed", *WAYS["whole"])
+    assert driver.run(load("held", *overrides, "train.steps=4")) == 0
     done("convert", "hf", "half", "--dtype", "bfloat16")
     Path("changed").rename("before")
     Path("half").rename("changed")
-    words = [word for each in sets for word in ("-s", each)]
-    assert "was held to another reference" in refused("dpo", spec_file("held"), *words)
+    assert "was held to another reference" in refused("dpo", spec_file("held"), *sets(overrides))
 
 
 @pytest.mark.parametrize(
@@ -288,30 +260,28 @@ def test_a_reference_has_to_stay_as_it_was(runs: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    sets = [word for each in overrides for word in ("-s", each)]
-    assert said in refused("dpo", spec_file("wrong"), *sets)
+    assert said in refused("dpo", spec_file("wrong"), *sets(overrides))
     assert not Path("runs/wrong/checkpoints").exists()
 
 
 def test_micro_batches_would_part_the_baseline_of_kto() -> None:
-    sets = ["-s", "dpo.objective=kto", "-s", "train.micro_batch=2"]
-    assert "micro-batches would part" in refused("dpo", spec_file("kto-wrong"), *sets)
+    overrides = ("dpo.objective=kto", "train.micro_batch=2")
+    assert "micro-batches would part" in refused("dpo", spec_file("kto-wrong"), *sets(overrides))
 
 
 @pytest.mark.parametrize("way", ["whole", "reward", "kto"])
 def test_rows_are_shown_with_each_prompt_once_before_what_answers_it(way: str) -> None:
     """The fault: a completion that is shown without what it answers."""
-    sets = [word for each in WAYS[way] for word in ("-s", each)]
-    shown = done("data", "inspect", spec_file(way), *sets, "--rows", 200)
+    shown = done("data", "inspect", spec_file(way), *sets(WAYS[way]), "--rows", 200)
     if way == "reward":  # scored as a whole, at its end
         shown = shown.replace("]\n{{ ", "]\n ").replace("}}[end]", "[end]")
     found = set(re.findall(r"\[pair \d+\]\n\{\{(.*)\}\}\n\[pair \d+, (.*)\]\n(.*)\[end\](?:\n.*\n(.*)\[end\])?", shown))
-    rows = [json.loads(line) for line in Path(f"{form_of(way)}.jsonl").read_text().splitlines()]
+    given = [json.loads(line) for line in Path(f"{form_of(way)}.jsonl").read_text().splitlines()]
     if way == "kto":
-        expected = {(row["prompt"], "liked" if row["label"] else "not liked", row["completion"]) for row in rows[:20]}
+        expected = {(row["prompt"], "liked" if row["label"] else "not liked", row["completion"]) for row in given[:20]}
         found = {each[:3] for each in found}
     else:
-        expected = {(row["prompt"], "chosen", row["chosen"], row["rejected"]) for row in rows[:60]}
+        expected = {(row["prompt"], "chosen", row["chosen"], row["rejected"]) for row in given[:60]}
     assert len(found & expected) > len(expected) * 0.6, "but for those of the validation split"
-    table = done("data", "inspect", spec_file(way), *sets, "--rows", 1, "--tokens")
+    table = done("data", "inspect", spec_file(way), *sets(WAYS[way]), "--rows", 1, "--tokens")
     assert "reads '" in table

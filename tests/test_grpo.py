@@ -19,7 +19,7 @@ from tests.hf_models import quiet
 from tests.ranks import Ranks
 from tests.test_convert import add_tokenizer
 from tests.test_run import PACE
-from tests.test_sft import TEMPLATE, done, refused, same
+from tests.tuning import TEMPLATE, done, refused, same
 
 SPEC = """
 name: {name}

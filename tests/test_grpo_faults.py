@@ -17,7 +17,7 @@ import drivers.rollouts
 from tests.ranks import Ranks, before_step, send
 from tests.test_grpo import _here, final, folder, rows, spec_file, texts
 from tests.test_rewards import gone
-from tests.test_sft import same
+from tests.tuning import same
 
 __all__ = ["_here", "folder"]
 

@@ -22,7 +22,7 @@ from tests.test_convert import add_tokenizer
 from tests.test_grpo import LORA, _here, final, folder, rows, spec_file, texts
 from tests.test_judge import Server, dies, hangs, says, serving, status
 from tests.test_rewards import GYM
-from tests.test_sft import TEMPLATE, done, refused, same
+from tests.tuning import TEMPLATE, done, refused, same
 
 __all__ = ["_here", "folder"]
 

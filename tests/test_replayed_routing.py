@@ -35,7 +35,7 @@ from ironfn.spec.records import ModelSpec, MoeSpec
 from ironfn.types import Batch, Params
 from tests.ranks import Ranks
 from tests.test_grpo import final, load, prepared, rows, spec_file, texts
-from tests.test_sft import same
+from tests.tuning import same
 
 MOES = {
     "mixtral": MoeSpec(experts=6, top_k=2, score="softmax_chosen"),

@@ -9,32 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 from drivers import run as driver
 from drivers.adapted import open_whole
-from drivers.main import main
 from drivers.specs import resolve
 from drivers.trained import open_model
-from ironfn import checkpoint, tree
+from ironfn import tree
 from ironfn.mesh.axis import SINGLE
 from ironfn.model.transformer import logits
-from ironfn.report.rows import read_rows
 from ironfn.spec.records import RunSpec
 from tests.hf_models import quiet
 from tests.ranks import Ranks
-from tests.test_convert import add_tokenizer
-from tests.test_run import PACE
+from tests.tuning import MESHES, done, final, refused, rows, same, sets, undrawn, write_model
+
+__all__ = ["undrawn"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
 ]
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 SPEC = """
 name: {name}
 model: {{init_from: base}}
@@ -60,22 +54,6 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def ironfn(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
-def done(*words: object) -> str:
-    result = ironfn(*words)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: object) -> str:
-    result = ironfn(*words)
-    assert result.exit_code in (1, 2, 78), result.output
-    return result.output
-
-
 def examples() -> list[dict[str, Any]]:
     """Return examples of two forms, one of which is longer than a row."""
     draw = random.Random(0)
@@ -94,18 +72,8 @@ def examples() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model of ours out of one of `transformers`, with a tokenizer and a template, and prepare examples."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("sft")
-    with quiet():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=300, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=128, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
-    add_tokenizer(folder / "hf")
-    (folder / "hf/chat_template.jinja").write_text(TEMPLATE)
+    write_model(folder)
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples()))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -130,20 +98,8 @@ def load(name: str, *overrides: str) -> RunSpec:
     return resolve((str(spec_file(name)),), overrides)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k not in PACE} for row in read_rows(Path("runs", name, "metrics.jsonl"))]
-
-
-def final(name: str) -> dict[str, torch.Tensor]:
-    return tree.flatten(checkpoint.load(Path(f"runs/{name}/checkpoints/step-00000008"))[0])
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[path]) for path, x in a.items())
-
-
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Path:
+def runs(folder: Path, undrawn: None) -> Path:
     """Take eight steps in every way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -173,14 +129,6 @@ def test_what_was_stopped_goes_on_as_if_it_never_was(way: str, runs: Path) -> No
     assert Path(f"runs/{name}/samples.jsonl").read_bytes() == Path(f"runs/{way}/samples.jsonl").read_bytes()
 
 
-MESHES = {
-    "dp2": ("mesh.dp=2",),
-    "zero1": ("mesh.dp=2", "mesh.zero1=true"),
-    "fsdp": ("mesh.dp=2", "mesh.fsdp=true"),
-    "tp2": ("mesh.tp=2", "mesh.sequence_parallel=true"),
-}
-
-
 @pytest.mark.parametrize(
     ("way", "mesh"),
     [("whole", "dp2"), ("lora", "fsdp"), ("dora", "tp2"), ("nf4", "tp2"), ("nf4", "fsdp"), ("prompt", "tp2"),
@@ -188,8 +136,9 @@ MESHES = {
 )  # fmt: skip
 def test_two_ranks_tell_what_one_process_tells(way: str, mesh: str, runs: Path) -> None:
     name = f"{way}-{mesh}"
-    sets = [word for each in (*WAYS[way], *MESHES[mesh]) for word in ("-s", each)]
-    with Ranks(2, ["sft", spec_file(name), *sets], Path(f"ranks-{name}").absolute()) as ranks:
+    with Ranks(
+        2, ["sft", spec_file(name), *sets((*WAYS[way], *MESHES[mesh]))], Path(f"ranks-{name}").absolute()
+    ) as ranks:
         assert ranks.wait(120) == [0, 0], [rank.errors for rank in ranks.all]
     mine, alone = rows(name), rows(way)
     kinds = ("train", "validation")
@@ -252,13 +201,13 @@ def test_the_model_under_an_adapter_has_to_be_the_one(runs: Path, tmp_path: Path
     assert "holds an adapter of another model" in refused("merge", "runs/lora", "no", "--base", tmp_path / "other")
     assert "ironfn merge" in refused("sft", spec_file("stacked"), "-s", "model.init_from=runs/lora")
     spec = spec_file("lora")
-    sets = [word for each in (*WAYS["lora"], "train.steps=9") for word in ("-s", each)]
+    more = sets((*WAYS["lora"], "train.steps=9"))
     moved = Path("base").rename("elsewhere")
     try:
         assert "base" in refused("generate", "runs/lora", "-p", "a")
         done("convert", tmp_path / "other", tmp_path / "hf2", "--dtype", "float32")
         done("convert", tmp_path / "hf2", "base")
-        assert "beside another model" in refused("sft", spec, *sets)
+        assert "beside another model" in refused("sft", spec, *more)
         done("merge", "runs/lora", "moved", "--base", moved)
     finally:
         import shutil
@@ -285,8 +234,7 @@ def test_the_model_under_an_adapter_has_to_be_the_one(runs: Path, tmp_path: Path
     ids=["documents", "nf4", "regex", "nowhere", "rank", "dora", "noise", "no-model", "tokenizer", "no-base", "other"],
 )
 def test_what_cannot_be_meant_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    sets = [word for each in overrides for word in ("-s", each)]
-    assert said in refused("sft", spec_file("wrong"), *sets)
+    assert said in refused("sft", spec_file("wrong"), *sets(overrides))
     assert not Path("runs/wrong/checkpoints").exists()
 
 
@@ -301,6 +249,6 @@ def test_rows_are_shown_as_the_model_is_taught_them() -> None:
 
 
 def test_the_optimizer_has_what_is_beside_the_model() -> None:
-    told = done("optim", "groups", spec_file("grouped"), *(word for each in LORA for word in ("-s", each)))
+    told = done("optim", "groups", spec_file("grouped"), *sets(LORA))
     assert "blocks/*/attn/wq_lora/a" in told
     assert "embed/tokens" not in told
