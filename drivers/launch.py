@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from ironfn.spec.records import RunSpec
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_KERNELS = MappingProxyType(dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "256"))
+"""How many kernels for products of one shape torch, and oneDNN inside it, keep. Both keep 1024 by themselves."""
+
+
+def bound_kernels(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Bound the memory of the kernels that are made for each shape of a product, 1 MB each, before torch is loaded.
+
+    What the environment says already is left as it is.
+    """
+    for name, count in _KERNELS.items():
+        environment.setdefault(name, count)
 
 
 @frozen

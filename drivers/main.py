@@ -16,7 +16,7 @@ import click
 from ironfn import __version__
 
 from .failures import in_a_line
-from .launch import Ranks
+from .launch import Ranks, bound_kernels
 
 EX_CONFIG = 78
 """The exit code of a faulty spec (sysexits.h)."""
@@ -79,6 +79,7 @@ class Modes(click.Group):
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> object:
+        bound_kernels()  # before the command's module is imported
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

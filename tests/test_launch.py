@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from drivers.failures import Failure, alike, together
-from drivers.launch import Ranks, command, quieten, threads
+from drivers.launch import Ranks, bound_kernels, command, quieten, threads
 from drivers.main import EX_CONFIG, main
 from drivers.rundir import RunDir
 from ironfn.mesh import fake
@@ -189,3 +191,54 @@ def test_the_directory_is_held_by_one_rank_for_all(tmp_path: Path) -> None:
     with RunDir(tmp_path).held():
         refused = voices(lambda mesh: RunDir(tmp_path).held().__enter__() if mesh.world.index == 0 else None, dp=2)
     assert all("is in use by pid" in line for line, _ in refused)  # type: ignore[misc]
+
+
+ENDLESS = """
+import os, sys
+from drivers.launch import bound_kernels
+if sys.argv[1] == "bounded":
+    bound_kernels()
+import torch
+torch.set_num_threads(1)
+def memory():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def products(width):
+    w = torch.randn(width, 128)
+    for rows in range(100, 356):
+        torch.ops.mkldnn._linear_pointwise(torch.randn(rows, 128), w, None, "none", [], "")
+products(128)
+products(256)
+before = memory()
+products(384)
+products(512)
+print(memory() - before)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+def test_products_of_ever_new_shapes_do_not_take_ever_more_memory() -> None:
+    """After 512 shapes, 512 more: what torch does by itself shows that this can fail."""
+    root = Path(__file__).parents[1]
+    clean = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    environment = clean | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    grown: dict[str, float] = {}
+    for way in ("bounded", "free"):
+        call = [sys.executable, "-c", ENDLESS, way]
+        done = subprocess.run(call, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stderr
+        grown[way] = float(done.stdout)
+    assert grown["bounded"] < 0.5 * grown["free"]
+
+
+def test_a_command_bounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "9")
+        monkeypatch.delenv(name)
+    assert CliRunner().invoke(main, ["specs", "ls"]).exit_code == 0
+    assert os.environ["LRU_CACHE_CAPACITY"] == os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+
+
+def test_what_the_environment_says_of_kernels_stays() -> None:
+    environment = {"LRU_CACHE_CAPACITY": "7"}
+    bound_kernels(environment)
+    assert environment == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
