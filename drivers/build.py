@@ -184,7 +184,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     device: this rank's; None picks one for a process alone. lesson: as the data were prepared with.
     """
     device = device or pick_device(spec.train.device)
-    train = _opened(spec, "train", lesson)
+    train = opened(spec, "train", lesson)
     arch = complete(spec.model, train.vocab_size)
     if arch.positions == "learned" and spec.data.length > arch.context:
         raise ValueError(f"data.length {spec.data.length} does not fit model.context {arch.context}; shorten the rows")
@@ -204,7 +204,7 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
         mesh=mesh,
         device=device,
         train=train,
-        validation=_opened(spec, "validation", lesson) if spec.data.split.validation else None,
+        validation=opened(spec, "validation", lesson) if spec.data.split.validation else None,
         eval_loss=eval_loss,
         places=where,
         step=make_step(
@@ -224,7 +224,8 @@ def build(spec: RunSpec, mesh: Mesh = SINGLE, device: torch.device | None = None
     )
 
 
-def _opened(spec: RunSpec, split: str, lesson: Lesson | None) -> Dataset:
+def opened(spec: RunSpec, split: str, lesson: Lesson | None) -> Dataset:
+    """Open a split of a run's data. ValueError for rows that cannot be used."""
     if spec.data.form != "prompts":
         return open_dataset(spec.data, split, lesson)
     assert lesson is not None, "prompts are written with a model's tokenizer"

@@ -17,7 +17,7 @@ from .specs import takes_spec
 from .sums import command as sums
 
 if TYPE_CHECKING:
-    from ironfn.data import Dataset
+    from ironfn.data import Dataset, Lesson
     from ironfn.data.tokenizer import Vocabulary
     from ironfn.data.view import Span
     from ironfn.types import Batch
@@ -66,9 +66,12 @@ def inspect(spec: RunSpec, split: str, rows: int, step: int, tokens: bool) -> No
     from .taught import taught
 
     spec, lesson = taught(spec)
+    console = Console(soft_wrap=True, highlight=False)
+    if spec.data.form == "prompts":
+        console.print(_prompts(spec, split, lesson, step, rows))
+        return
     data = open_dataset(spec.data, split, lesson)
     vocabulary = load(data.tokenizer, spec.data.tokenizer.eos)
-    console = Console(soft_wrap=True, highlight=False)
     console.print(Text("\n".join(_summary(data, split))))
     if not tokens:
         console.print(_legend())
@@ -80,6 +83,28 @@ def inspect(spec: RunSpec, split: str, rows: int, step: int, tokens: bool) -> No
             if tokens
             else _text(spans(batch, row, vocabulary, packed=lesson is not None, scored=bool(lesson and lesson.scored)))
         )
+
+
+def _prompts(spec: RunSpec, split: str, lesson: Lesson | None, step: int, rows: int) -> Text:
+    """Write prompts as the model is asked them, each with what its answers are graded by."""
+    from tokenizers import Tokenizer
+
+    from ironfn.data.prompts import Prompts
+
+    from .build import opened
+
+    data = opened(spec, split, lesson)
+    assert isinstance(data, Prompts)
+    first = step // spec.grpo.updates * spec.grpo.prompts * (1 + spec.grpo.refill)
+    numbers = range(first, first + rows)
+    chosen = data.at(numbers, spec.train.seed) if split == "train" else data.prompts[:rows]
+    tokenizer = Tokenizer.from_file(str(data.tokenizer))
+    text = Text(f"{split}: {data.rows:,} prompts, {data.cut:,} longer than a row has room for\n")
+    for prompt in chosen:
+        told = ", ".join(f"{name}: {value}" for name, value in prompt.row.items() if name != "prompt")
+        text.append(f"\n{len(prompt.ids)} tokens; {told}\n".translate(_PICTURES), "bold")
+        text.append(tokenizer.decode(list(prompt.ids), skip_special_tokens=False).translate(_PICTURES) + "\n")
+    return text
 
 
 def _rows(data: Dataset, spec: RunSpec, split: str, step: int, rows: int) -> tuple[Batch, list[str]]:

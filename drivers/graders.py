@@ -20,9 +20,10 @@ def imported(path: str) -> Callable[[Completion], object]:
     try:
         found = importlib.import_module(module) if module and name else None
     except ImportError as error:
-        raise ValueError(
-            f"the reward {path!r} cannot be imported: {error}; where its file is yours, put its folder on PYTHONPATH"
-        ) from None
+        what = f"{error}; where its file is yours, put its folder on PYTHONPATH"
+        raise ValueError(f"the reward {path!r} cannot be imported: {what}") from error
+    except Exception as error:  # whatever somebody's module does where it is imported
+        raise ValueError(f"the reward {path!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(found, name, None)
     if not callable(function):
         raise ValueError(f"the reward {path!r} is no function; name one as package.module:function")

@@ -41,14 +41,15 @@ def _line(line: str) -> None:
 
 def _prepare(spec: RunSpec, say: Callable[[str], None], force: bool) -> None:
     from ironfn.data import prepare
-    from ironfn.data.prompts import open_prompts
+    from ironfn.data.prompts import Prompts
 
+    from .build import opened
     from .taught import taught
 
     spec, lesson = taught(spec)
     if spec.data.form == "prompts":
-        assert lesson is not None, "prompts are written with a model's tokenizer"
-        found = open_prompts(spec.data, "train", lesson, spec.data.length + 1 - spec.grpo.tokens)
+        found = opened(spec, "train", lesson)
+        assert isinstance(found, Prompts)
         say(f"{found.rows:,} prompts to train on, {found.cut:,} longer than there is room; nothing has to be prepared")
         return
     prepare(spec.data, seed=spec.train.seed, say=say, force=force, lesson=lesson)

@@ -307,6 +307,33 @@ def test_rows_that_are_passed_over_leave_the_others(folder: Path) -> None:
     assert first("passed")["failed"] == 0
 
 
+def test_what_is_asked_can_be_seen_before(folder: Path) -> None:
+    spec = spec_of("seen", "a: {kind: exact}")
+    said = done("data", "inspect", spec, "--rows", 4)
+    run("seen", "a: {kind: exact}")
+    assert "prompts, 0 longer than a row has room for" in said
+    for row in map(json.loads, texts("seen").splitlines()):
+        assert row["prompt"] in said
+    assert "answer: " in done("data", "inspect", spec, "--rows", 1, "--split", "validation")
+    Path("bare.jsonl").write_text('{"prompt": "x"}')
+    assert "the field 'answer', which" in refused("prepare", spec, "-s", "data.sets.mine.sources=[bare.jsonl]")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("def f(x:", "SyntaxError: "), ("raise RuntimeError('no licence')", "no licence"), ("f = 3", "is no function")],
+)
+def test_a_module_that_cannot_be_imported_is_told(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"rwd_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = fails("wrong", f"a: {{kind: function, path: '{name}:f'}}")
+    assert said in found
+    assert "grpo.rewards.a: the reward" in found
+
+
 def test_a_disk_that_is_full_is_told_with_the_file(folder: Path) -> None:
     Path("runs/full").mkdir(parents=True)
     Path("runs/full/completions.jsonl").symlink_to("/dev/full")
