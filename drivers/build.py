@@ -113,7 +113,8 @@ class Job:
     @property
     def ends(self) -> frozenset[int]:
         """The ids at which a text that was asked for ends."""
-        return frozenset([self.train.eos] if self.lesson is None else [self.train.eos, self.lesson.teaching.end])
+        taught = frozenset[int]() if self.lesson is None else self.lesson.teaching.stops | {self.lesson.teaching.end}
+        return taught | {self.train.eos}
 
     def first_state(self, *, drawn: bool = False) -> State:
         """Return the state before the first step. drawn: with any numbers where a checkpoint will replace them.

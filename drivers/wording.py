@@ -15,7 +15,7 @@ from ironfn.data.turns import Rewritten, TrainOn
 from ironfn.hf.directory import describe, is_directory
 from ironfn.hf.gguf_load import open_gguf
 from ironfn.hf.gguf_tokenizer import tokenizer_of
-from ironfn.hf.usage import chat_template, specials
+from ironfn.hf.usage import chat_template, ends, specials
 from ironfn.model.arch import complete
 from ironfn.model.families import NAMED
 from ironfn.spec.load import load_spec
@@ -42,7 +42,8 @@ class Wording:
 
     def teaching(self, template: str | None, train_on: TrainOn, rewritten: Rewritten) -> Teaching:
         """Return how the model is taught; see `Teaching`."""
-        return Teaching(self.vocabulary, self.chat(template), self.begin, train_on, rewritten)
+        stops = frozenset(i for i in ends(self.files) if 0 <= i < self.vocabulary.size)
+        return Teaching(self.vocabulary, self.chat(template), self.begin, train_on, rewritten, stops)
 
 
 def open_wording(path: Path) -> Wording:

@@ -17,6 +17,7 @@ from drivers.gguf import export_gguf
 from drivers.imported import import_directory
 from drivers.main import main
 from drivers.trained import Trained, open_model
+from drivers.wording import open_wording
 from ironfn import tree
 from ironfn.data.tokenizer import train
 from ironfn.hf.usage import chat_template, ends, specials
@@ -84,6 +85,12 @@ def test_a_model_is_the_same_wherever_it_lies(models: tuple[Path, Any, Any], whe
     assert ours.stop == ({0, 301} if where.endswith("gguf") else {301, 299})
     assert ours.encode("") == [300]
     assert len(ours.version) > 0
+
+
+@pytest.mark.parametrize("where", ["hf", "run"])
+def test_a_policy_stops_at_every_end_that_its_model_has(models: tuple[Path, Any, Any], where: str) -> None:
+    """The fault: a text that ends with the second of two ends goes on, and counts as cut off."""
+    assert open_wording(models[0] / where).teaching(None, "all", "split").stops == {301, 299}
 
 
 def test_its_dtype_is_as_asked_and_nothing_is_kept_twice(models: tuple[Path, Any, Any]) -> None:

@@ -51,6 +51,18 @@ def written(params: Params, arch: Arch, version: int = 0, prompts: list[list[int
     return roll_out(generator, prompts, 4, LIMIT, Sampling(WARMTH, seed=1), frozenset([END]), streams)
 
 
+def test_a_text_is_finished_at_whichever_end_comes_first() -> None:
+    params, arch = model_of("llama")
+    generator, stop = Generator(params=params, arch=arch, version=0), frozenset([7, 9])
+    found = roll_out(generator, PROMPTS, 9, LIMIT, Sampling(1.5, seed=1), stop, [("text", *p) for p in PROMPTS])
+    last: set[int] = set()
+    for text in (text for group in found for text in group):
+        assert not stop & set(text.ids[:-1])
+        assert (text.reason == "stop") == (text.ids[-1] in stop)
+        last.add(text.ids[-1])
+    assert last > stop
+
+
 def groups_of(found: list[list[Written]]) -> list[Group]:
     """Return groups that are rewarded for the share of even ids."""
     rewards = torch.tensor([[float(np.mean([i % 2 == 0 for i in each.ids])) for each in group] for group in found])

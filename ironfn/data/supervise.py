@@ -24,7 +24,7 @@ class Teaching:
 
     chat: how conversations are; None where the model has no template. begin: the ids before a text that is no
     conversation; after it comes ``end``. train_on: all answers of a conversation, or the last one. rewritten: see
-    `turns.scripts`.
+    `turns.scripts`. stops: the ids that end what the model writes, as the files say that it came with.
     """
 
     vocabulary: Vocabulary
@@ -32,6 +32,7 @@ class Teaching:
     begin: tuple[int, ...] = ()
     train_on: TrainOn = "all"
     rewritten: Rewritten = "split"
+    stops: frozenset[int] = frozenset()
 
     @property
     def end(self) -> int:
