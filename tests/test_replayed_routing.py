@@ -35,6 +35,7 @@ from ironfn.spec.records import ModelSpec, MoeSpec
 from ironfn.types import Batch, Params
 from tests.ranks import Ranks
 from tests.test_grpo import final, load, prepared, rows, spec_file, texts
+from tests.test_moe_peers import arch_of, peer
 from tests.tuning import same
 
 MOES = {
@@ -106,6 +107,21 @@ def test_what_is_recorded_is_what_the_whole_text_chooses(name: str, limits: Limi
         Generator(params=params, arch=arch), PROMPTS[:1], 1, 2, Sampling(), frozenset(), [("s",)], limits=limits
     )
     assert silent[0][0].experts == silent[0][0].trunk == b""
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe"])
+def test_what_is_recorded_is_what_transformers_routes_to(kind: str) -> None:
+    arch = arch_of(**({"score": "softmax_chosen"} if kind == "mixtral" else {"renormalize": False}))
+    theirs, params = peer(arch, kind)
+    for prompt, group in zip(PROMPTS, written(params, arch, Limits(rows=2, tokens=5)), strict=True):
+        for each in group:
+            ids = torch.tensor([[*prompt, *each.ids[:-1]]])
+            told = theirs(input_ids=ids, output_router_logits=True)
+            expected = torch.stack([x.topk(2).indices for x in told.router_logits], 1).sort(-1).values
+            start = len(prompt) - 1
+            own = experts_of(each.experts, len(each.ids), arch)
+            found = np.concatenate([experts_of(group[0].trunk, start, arch), own])
+            assert np.array_equal(np.sort(found, -1), expected.numpy())
 
 
 @pytest.mark.parametrize("name", MOES)
