@@ -13,6 +13,7 @@ from ironfn.spec.records import RunSpec
 
 from .check import command as check
 from .gym import command as gym
+from .programs import command as programs
 from .specs import takes_spec
 from .sums import command as sums
 
@@ -45,6 +46,7 @@ def command() -> None:
 
 command.add_command(check)
 command.add_command(gym)
+command.add_command(programs)
 command.add_command(sums)
 
 

@@ -46,7 +46,7 @@ COMMANDS = MappingProxyType(
         "fetch": Entry("fetch:command", "Download a small model and make it ready to use and to train on."),
         "eval": Entry("eval:command", "Measure a trained model on questions and on texts."),
         "report": Entry("report:command", "Write a run's report.html and loss.png again from its metrics."),
-        "data": Entry("data:command", "Look into data, prepared or not: inspect, check; write some: gym, sums."),
+        "data": Entry("data:command", "Look into data: inspect, check; write some: gym, programs, sums."),
         "optim": Entry("optim:command", "Show which optimizer gets which parameter."),
         "ckpt": Entry("ckpt:command", "List, verify and show checkpoints."),
         "specs": Entry("specs:command", "List and show the specs that come with ironfn."),
