@@ -31,8 +31,7 @@ def figures() -> Iterator[Figure]:
     """Yield the bytes of the frozen model in NF4, of those in float32, and the loss beside it, of LoRA's beside those.
 
     The loss is that of 6 packed rows of 512 tokens that were not trained on, after 20 steps of one row each (the bar
-    was set for 50, which take as long again and more on a CPU, and whose ratio is no other); the same rows, adapter and
-    order everywhere.
+    was set for 50, which take more than twice as long); the same rows, adapter and order everywhere.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
