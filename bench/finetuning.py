@@ -96,6 +96,8 @@ class Tuner:
     def step(self, *, counted: bool) -> None:
         """Have it take its next step."""
         assert self.process.stdin is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{' '.join(self.process.args)} ended with {self.process.returncode}")  # pyright: ignore
         print(file=self.process.stdin, flush=True)
         seconds, processor, tokens, _ = _line(self.process.stdout)
         if counted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,7 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from attrs import define, fields
+from attrs import define, field, fields
+from torch import Tensor
 
 from bench.tuners import LR, Finished, Turns, memory, say
 from drivers.build import Job, build
@@ -26,17 +28,15 @@ from drivers.rollouts import Rollouts
 from drivers.specs import resolve
 from drivers.taught import taught
 from ironfn.data.prompts import Prompts
-from ironfn.generate import engine
-from ironfn.loss import policy
 from ironfn.mesh.axis import SINGLE
-from ironfn.model.transformer import hidden
+from ironfn.model import transformer
 from ironfn.rewards.each import each
 from ironfn.rewards.manager import Reward
 from ironfn.rewards.values import Completion
 from ironfn.spec.records import RunSpec
-from ironfn.types import Batch, Params
+from ironfn.types import Params
 
-PROMPTS, GROUP, TOKENS, STEPS = 2, 4, 64, 5
+PROMPTS, GROUP, TOKENS, STEPS = 2, 4, 64, 4
 SPEC = """
 name: policy
 model: {{init_from: {folder}/hf}}
@@ -56,6 +56,8 @@ optim: {{lr: {lr}, schedule: {{kind: constant}}, adamw: {{weight_decay: 0.0}}}}
 train: {{steps: 1000}}
 """
 
+looked_up: Callable[..., Tensor] = transformer._embed
+
 
 class Endless(Job):
     """Let no text end before its last token, so that every side writes and learns from as many."""
@@ -68,15 +70,14 @@ class Endless(Job):
 
 @define
 class Counted:
-    """Run the model, and count the tokens that it is given; ``filled``: those that belong to a text."""
+    """Look tokens up as the model does, and count them: in ``tokens`` of the kind that is computed ``now``."""
 
-    tokens: int = 0
-    filled: int = 0
+    now: str = "rolled"
+    tokens: Counter[str] = field(factory=Counter)
 
-    def __call__(self, params: Params, batch: Batch, *rest: Any) -> Any:
-        self.tokens += batch["tokens"].numel()
-        self.filled += int((batch["segment"] >= 0).sum()) if "segment" in batch else 0
-        return hidden(params, batch, *rest)
+    def __call__(self, params: Params, tokens: Tensor, *rest: Any) -> Tensor:
+        self.tokens[self.now] += tokens.numel()
+        return looked_up(params, tokens, *rest)
 
 
 def spec_of(folder: Path) -> RunSpec:
@@ -101,18 +102,20 @@ def ours(folder: Path) -> None:
         return vowels(completion.text)
 
     rollouts = Rollouts(job, folder / "rollouts", [Reward("vowels", each(graded, seconds=10.0))])
-    state, turns, rolled, trained = job.first_state(), Turns(), Counted(), Counted()
+    state, turns, counted, filled = job.first_state(), Turns(), Counted(), 0
     assert isinstance(job.train, Prompts)
     say(STEPS)
-    with patch.object(engine, "hidden", rolled), patch.object(policy, "hidden", trained):
+    with patch.object(transformer, "_embed", counted):
         for done in itertools.count(1):
             turns.begin()
+            counted.now = "rolled"
             batch, _ = rollouts(state)
+            counted.now = "trained"
             state, metrics = job.step(state, job.here(batch))
             turns.end(int((batch["weight"] > 0).sum()), metrics["loss"])
+            filled += int((batch["segment"] >= 0).sum())
             asked = sum(len(prompt.ids) for prompt in job.train.at(range(done * PROMPTS), 0))
-            told = {"prompts": asked, "written": done * PROMPTS * GROUP * TOKENS, "texts": done * PROMPTS * GROUP}
-            told |= {"rolled": rolled.tokens, "trained": trained.filled, "places": trained.tokens}
+            told = {"prompts": asked, "texts": done * PROMPTS * GROUP, "filled": filled, **counted.tokens}
             (folder / "counts.json").write_text(json.dumps(told), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.figure import Figure
 from bench.finetuning import NAME, alternating
-from bench.policies import PROMPTS, STEPS
+from bench.policies import PROMPTS, STEPS, TOKENS
 from drivers.exported import export_run
 from drivers.fetch import WHEELS, fetch
 
@@ -39,9 +39,10 @@ def figures() -> Iterator[Figure]:
     yield Figure(
         "memory_ratio", mine.peak / other.peak, "<= 0.5", f"{mine.peak / 1e9:.2f} and {other.peak / 1e9:.2f} GB"
     )
-    asked, written = told["prompts"], told["written"]
-    # the last token of a completion is drawn and never read
-    rolled = (told["rolled"] - written + told["texts"]) / asked
-    yield Figure("prompt_once_rollout", rolled, "<= 1", f"{told['rolled']} tokens, {asked} of them prompts'")
-    note = f"{told['trained']} tokens in {told['places']} places, prompts but for their last tokens once"
-    yield Figure("prompt_once_training", (told["trained"] - written) / asked, "<= 1", note)
+    asked, written = told["prompts"], told["texts"] * TOKENS
+    # the last token of a completion is drawn and never read, and the last of a prompt begins each of its completions
+    rolled, trained = told["rolled"] - written + told["texts"], told["filled"] - written
+    note = f"{told['rolled']} tokens went through the model, {asked} of them prompts'"
+    yield Figure("prompt_once_rollout", rolled / asked, "<= 1", note)
+    note = f"{told['filled']} tokens in {told['trained']} places went through the model"
+    yield Figure("prompt_once_training", trained / asked, "<= 1", note)
