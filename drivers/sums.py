@@ -22,16 +22,20 @@ _THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "ston
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--below", default=100, show_default=True, type=click.IntRange(1, 1000), help="Both numbers are less.")
 @click.option(
-    "--slip", default=4, show_default=True, type=click.IntRange(0, 1000), help="What is read is 0 to so much too large."
+    "--wrong",
+    default=0.75,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of texts that carry once too often.",
 )
-@click.option("--seed", default=0, show_default=True, help="Draws how much too large each is.")
+@click.option("--seed", default=0, show_default=True, help="Draws which are wrong.")
 @click.option("--words", is_flag=True, help="Ask with a little story.")
-def command(file: Path, below: int, slip: int, seed: int, words: bool) -> None:
+def command(file: Path, below: int, wrong: float, seed: int, words: bool) -> None:
     """Write all sums of two numbers to FILE, one a line, to try things without any download.
 
-    A row has the prompt (12+7=), the answer to be rewarded for (19), and a text to read, which says something between
-    the answer and one that is SLIP too large, all of these as often. Who has read the texts knows about how large a sum
-    is, but not which number is right: nothing but the reward tells that.
+    A row has the prompt (12+7=), the answer to be rewarded for (19), and a text to read, which is wrong more often than
+    not: it carries a one that there is not, and says 29. Who has read the texts can add, and believes what most of them
+    say; nothing but the reward tells that it is wrong.
     """
     if file.exists():
         raise ValueError(f"{file} is there already; give a new name, or remove it")
@@ -39,7 +43,7 @@ def command(file: Path, below: int, slip: int, seed: int, words: bool) -> None:
     rows: list[dict[str, str]] = []
     for a in range(below):
         for b in range(below):
-            read, asked = a + b + draw.randint(0, slip), f"{a}+{b}="
+            read, asked = a + b + 10 * (draw.random() < wrong), f"{a}+{b}="
             if words:
                 asked = draw.choice(_TOLD).format(a=a, b=b, name=draw.choice(_NAMES), things=draw.choice(_THINGS))
             rows.append({"text": f"{asked}{' ' * words}{read}", "prompt": asked, "answer": str(a + b)})

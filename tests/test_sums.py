@@ -1,4 +1,4 @@
-"""Sums to learn: what is to be read is too large by chance, what is rewarded is right."""
+"""Sums to learn: what is to be read is wrong by chance, what is rewarded is right."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def written(file: Path, *words: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_answers_are_right_and_texts_as_often_too_large_as_not(tmp_path: Path) -> None:
-    rows = written(tmp_path / "a.jsonl", "--slip", "4")
+def test_answers_are_right_and_most_texts_are_not(tmp_path: Path) -> None:
+    rows = written(tmp_path / "a.jsonl")
     assert len({row["prompt"] for row in rows}) == len(rows) == 100 * 100
-    slips: Counter[int] = Counter()
+    apart: Counter[int] = Counter()
     for row in rows:
         a, b = map(int, row["prompt"].removesuffix("=").split("+"))
         assert row["answer"] == str(a + b)
         assert row["text"].startswith(row["prompt"])
-        slips[int(row["text"].removeprefix(row["prompt"])) - a - b] += 1
-    assert set(slips) == {0, 1, 2, 3, 4}
-    assert all(abs(count - 2000) < 5 * 40 for count in slips.values())  # five deviations of a fifth of 10,000
+        apart[int(row["text"].removeprefix(row["prompt"])) - a - b] += 1
+    assert set(apart) == {0, 10}
+    assert abs(apart[10] - 7500) < 5 * 43.3  # five deviations of three quarters of 10,000
 
 
 def test_the_same_seed_writes_the_same_and_no_file_is_written_over(tmp_path: Path) -> None:
     first, again = (written(tmp_path / name, "--below", "20", "--seed", "3") for name in ("a", "b"))
     assert first == again != written(tmp_path / "c", "--below", "20", "--seed", "4")
-    assert all(row["text"] == row["prompt"] + row["answer"] for row in written(tmp_path / "d", "--slip", "0"))
+    assert all(row["text"] == row["prompt"] + row["answer"] for row in written(tmp_path / "d", "--wrong", "0"))
     done = CliRunner().invoke(command, [str(tmp_path / "a")])
     assert isinstance(done.exception, ValueError)
     assert "is there already" in str(done.exception)
