@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def is_interactive(stream: TextIO) -> bool:
 
 
 def train_line(row: TrainRow, steps: int) -> str:
-    """Return a training row as ``key=value`` words: a value holds no space.
+    """Return a training row as ``key=value`` words: a value holds no space. Bits a byte are left out where none are.
 
     >>> train_line(TrainRow(step=100, loss=3.21012, bits_per_byte=1.9312, lr=3e-4, grad_norm=0.912, tokens_per_s=2134.2,
     ...     mfu=0.712, memory=1288490189, seconds=141.0, left=192.4), 300)
@@ -108,7 +109,7 @@ def train_line(row: TrainRow, steps: int) -> str:
     words = {
         "step": f"{row.step}/{steps}",
         "loss": f"{row.loss:.4f}",
-        "bpb": f"{row.bits_per_byte:.4f}",
+        **({} if math.isnan(row.bits_per_byte) else {"bpb": f"{row.bits_per_byte:.4f}"}),
         "lr": f"{row.lr:.1e}",
         "gnorm": f"{row.grad_norm:.2f}" if row.grad_norm < 1e6 else f"{row.grad_norm:.1e}",
         "tok/s": f"{row.tokens_per_s:.0f}",

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from drivers.report import command
 from ironfn.report.page import write_report
 from ironfn.report.plots import loss_png
-from ironfn.report.rows import MetricsFile
+from ironfn.report.rows import EvaluationRow, MetricsFile, TrainRow
 from tests.report_runs import HOSTILE, SPEC, hostile_run, make_run
 
 VOID = {"meta", "path"}
@@ -234,6 +234,32 @@ def test_the_plot_shows_the_loss_in_its_colour(tmp_path: Path) -> None:
     assert upper[: rows // 5, : columns // 6].any()
     assert not upper[rows // 3 :, : columns // 20].any()
     assert upper[rows // 2 :, columns // 2 : columns * 9 // 10].any()
+
+
+def test_where_there_are_rewards_they_are_shown_and_not_the_loss(tmp_path: Path) -> None:
+    """Rewards rise at a loss of nothing: low at the left, high at the right, and in the page's tiles and tables."""
+    with MetricsFile.new(tmp_path / "metrics.jsonl") as metrics:
+        for step in range(101):
+            common = {"step": step, "bits_per_byte": math.nan, "seconds": float(step)}
+            if step:
+                metrics.write(TrainRow(**common, loss=0.0, lr=1e-4, grad_norm=1.0, tokens_per_s=9.0, mfu=None, memory=1,
+                                       left=0.0, extra={"reward": step / 125, "truncated": 0.25}))  # fmt: skip
+            if step % 50 == 0:
+                metrics.write(EvaluationRow(**common, kind="validation", loss=math.nan, perplexity=math.nan, tokens=0,
+                                            bytes=0, extra={"accuracy": step / 110, "pass_4": 0.75}))  # fmt: skip
+    written = write_report(tmp_path).read_text("utf-8")
+    assert "<dt>Training reward</dt><dd>0.8<" in written
+    assert "<dt>Validation reward</dt><dd>0.909<small>0 at step 0, pass_4 0.75<" in written
+    assert "<h3>Truncated</h3>" in written
+    assert not re.search("bits/byte|Bits per byte|perplexity|Loss", written)
+    image = pytest.importorskip("matplotlib.image")
+    picture = image.imread(loss_png(tmp_path / "metrics.jsonl", tmp_path / "loss.png"))
+    rows, columns = picture.shape[:2]
+    blue = (abs(picture[..., :3] - [0x24 / 255, 0x57 / 255, 0xD6 / 255]) < 0.05).all(axis=-1)
+    middle = slice(rows // 8, int(rows * 0.62))  # without the legend
+    assert blue[rows // 2 : middle.stop, : columns // 5].any()
+    assert not blue[rows // 8 : rows // 3, : columns // 5].any()
+    assert blue[middle.start : rows // 3, columns * 2 // 3 : columns * 9 // 10].any()
 
 
 def test_plotting_leaves_no_state_and_needs_no_screen(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from ironfn.report.charts import Chart, Series, draw
-from ironfn.report.run import Run
+from ironfn.report.run import REWARD, Run
 from ironfn.report.samples import sample_section
 from ironfn.report.series import Points, brief, finite, is_finite, smooth
 from ironfn.report.words import bytes_in_words, safe, seconds_in_words
@@ -28,7 +28,7 @@ TITLES: Mapping[str, str] = {
 }
 SMOOTHED_FROM = 60
 """As many rows get a smooth line."""
-MORE_CHARTS = 8
+MORE_CHARTS = 16
 """As many metrics of the run's own as are drawn; those with a slash, of single experts, are left to metrics.jsonl."""
 
 
@@ -85,11 +85,15 @@ def _header(run: Run) -> str:
 
 
 def _tiles(run: Run) -> str:
-    train, start = run.last("train"), run.last("run")
+    train, start, subject = run.last("train"), run.last("run"), run.subject
     tiles: list[tuple[str, str, str]] = []
     if train:
-        tiles.append(("Training loss", brief(train.get("loss")), "nats per token"))
+        last = next((value for _, value in reversed(finite(run.column("train", subject.train)))), train.get("loss"))
+        tiles.append((f"Training {subject.title.lower()}", brief(last), subject.unit))
     for kind in run.kinds:
+        if subject is REWARD:
+            tiles.append(_of_rewards(run, kind))
+            continue
         row, best = run.last(kind), min(finite(run.column(kind, "bits_per_byte")), key=lambda p: p[1], default=None)
         notes = [f"perplexity {brief(row.get('perplexity'))}"]
         if best and best[0] != row["step"]:
@@ -109,21 +113,33 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{items}</dl>' if items else '<p class="empty">No step has been logged yet.</p>'
 
 
+def _of_rewards(run: Run, kind: str) -> tuple[str, str, str]:
+    row, known = run.last(kind), finite(run.column(kind, REWARD.held))
+    notes = [f"{brief(known[0][1])} at step {known[0][0]:,}"] if len(known) > 1 else []
+    notes += [f"{name} {brief(row[name])}" for name in _tries(run, kind) if name in row]
+    return f"{_title(kind)} reward", brief(row.get(REWARD.held)), ", ".join(notes)
+
+
+def _tries(run: Run, kind: str) -> list[str]:
+    return sorted(name for of, name in run.columns if of == kind and name.startswith(("mean_", "pass_")))
+
+
 def _median(series: Points) -> float | None:
     return statistics.median(value for _, value in series) if series else None
 
 
 def _charts(run: Run) -> str:
-    own = sorted(name for kind, name in run.columns if kind == "train" and name not in PLAIN and "/" not in name)
+    subject, shown = run.subject, {*PLAIN, run.subject.train}
+    own = sorted(name for kind, name in run.columns if kind == "train" and name not in shown and "/" not in name)
     charts = [
-        Chart("Loss (nats per token)", _both(run, "loss"), _note(run), wide=True),
-        Chart(TITLES["bits_per_byte"], _both(run, "bits_per_byte")),
+        Chart(f"{subject.title} ({subject.unit})", _both(run, subject.train, subject.held), _note(run), wide=True),
+        Chart(TITLES["bits_per_byte"], _both(run, "bits_per_byte", "bits_per_byte")),
         *(Chart(TITLES[name], _smoothed(run, name)) for name in ("lr", "grad_norm", "tokens_per_s")),
         *(Chart(_title(name), _smoothed(run, name)) for name in own[:MORE_CHARTS]),
     ]
     first, last = run.steps
     steps = (0 if first < last / 10 else first, last)
-    drawn = "\n".join(draw(chart, steps) for chart in charts if any(each.points for each in chart.series))
+    drawn = "\n".join(draw(chart, steps) for chart in charts if any(finite(each.points) for each in chart.series))
     return f'<h2>Charts</h2>\n<div class="charts">\n{drawn}\n</div>' if drawn else ""
 
 
@@ -138,9 +154,9 @@ def _note(run: Run) -> str:
     return " ".join(notes)
 
 
-def _both(run: Run, name: str) -> list[Series]:
-    evaluated = [Series(kind, run.column(kind, name), _tone(kind), "dots") for kind in run.kinds]
-    return _smoothed(run, name) + evaluated
+def _both(run: Run, train: str, held: str) -> list[Series]:
+    evaluated = [Series(kind, run.column(kind, held), _tone(kind), "dots") for kind in run.kinds]
+    return _smoothed(run, train) + evaluated
 
 
 def _smoothed(run: Run, name: str) -> list[Series]:
@@ -156,16 +172,17 @@ def _evaluations(run: Run) -> str:
     rows = [row for row in run.rows if row.get("kind") in kinds]
     if not rows:
         return ""
+    columns = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits/byte", "tokens": "tokens"}
+    if run.subject is REWARD:
+        columns = {REWARD.held: "reward"} | {name: name for kind in kinds for name in _tries(run, kind)}
     shown = rows if len(rows) <= 60 else [rows[at * (len(rows) - 1) // 59] for at in range(60)]
     body = "".join(
         f"<tr><td>{row['step']:,}</td><td>{safe(row['kind'])}</td>"
-        + "".join(f"<td>{brief(row.get(name))}</td>" for name in ("loss", "perplexity", "bits_per_byte", "tokens"))
+        + "".join(f"<td>{brief(row.get(name))}</td>" for name in columns)
         + "</tr>"
         for row in shown
     )
-    names = "".join(
-        f'<th scope="col">{name}</th>' for name in ("step", "split", "loss", "perplexity", "bits/byte", "tokens")
-    )
+    names = "".join(f'<th scope="col">{safe(name)}</th>' for name in ("step", "split", *columns.values()))
     return (
         f'<section class="card long"><details><summary>All evaluations ({len(rows):,})</summary><div class="scroll">'
         f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div></details></section>"

@@ -15,7 +15,8 @@ TRAIN, VALIDATION, TEST, INK, GRID = "#2457d6", "#c2410c", "#0f766e", "#5b6475",
 def loss_png(metrics: str | Path, target: str | Path) -> Path:
     """Draw a run's metrics file as a PNG at ``target`` and return its path; the file there is replaced atomically.
 
-    Above, the loss of each row, its smooth course and the evaluations; below, learning rate and gradient norm.
+    Above, the loss of each row (the reward, where there are rewards), its smooth course and the evaluations; below,
+    learning rate and gradient norm.
     ImportError where matplotlib is absent. OSError where the file cannot be written.
     """
     try:
@@ -27,8 +28,8 @@ def loss_png(metrics: str | Path, target: str | Path) -> Path:
     run = Run.read(Path(metrics).parent)
     figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
-    _draw_loss(loss, run)
+    subject, rate = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
+    _draw_subject(subject, run)
     _draw_rate(rate, run)
     aside = target.with_name(f"{target.name}.{os.getpid()}.new")
     figure.savefig(aside, format="png")
@@ -36,20 +37,22 @@ def loss_png(metrics: str | Path, target: str | Path) -> Path:
     return target
 
 
-def _draw_loss(axes: Any, run: Run) -> None:
-    raw = run.column("train", "loss")
+def _draw_subject(axes: Any, run: Run) -> None:
+    subject = run.subject
+    raw = run.column("train", subject.train)
     _line(axes, thin(raw, 2000), color=TRAIN, linewidth=0.8, alpha=0.28)
     _line(axes, smooth(raw), color=TRAIN, linewidth=1.8, label="train")
     for kind in run.kinds:
-        evaluated = run.column(kind, "loss")
+        evaluated = run.column(kind, subject.held)
         marker = "o" if len(evaluated) <= 60 else ""
         color = VALIDATION if kind == "validation" else TEST
         label = _with_last(kind, evaluated)
         _line(axes, evaluated, color=color, linewidth=1.2, marker=marker, markersize=4, label=label)
-    shown = fit([value for kind in ("train", *run.kinds) for _, value in run.column(kind, "loss")])
+    drawn = (raw, *(run.column(kind, subject.held) for kind in run.kinds))
+    shown = fit([value for points in drawn for _, value in points])
     axes.set_ylim(shown.low, shown.high)
     axes.set_yscale("log" if shown.logarithmic else "linear")
-    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.set_ylabel(f"{subject.title.lower()} ({subject.unit})", color=INK)
     axes.set_title(run.name.replace("$", r"\$"), loc="left", fontsize=13, fontweight="bold")
     _dress(axes)
     if axes.get_legend_handles_labels()[1]:

@@ -14,6 +14,20 @@ from ironfn.report.series import Points, columns
 
 
 @frozen
+class Subject:
+    """What a run is about: a number of its training rows, one of its evaluations, and what both are called."""
+
+    train: str
+    held: str
+    title: str
+    unit: str
+
+
+LOSS = Subject("loss", "loss", "Loss", "nats per token")
+REWARD = Subject("reward", "accuracy", "Reward", "mean of the texts")
+
+
+@frozen
 class Run:
     """What the report of a run is made of.
 
@@ -56,6 +70,11 @@ class Run:
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the spec, an empty one where it is absent."""
         return _mapping(self.spec.get(name))
+
+    @property
+    def subject(self) -> Subject:
+        """Return what is to be seen first: a loss says nothing where a model learns by rewards."""
+        return REWARD if self.column("train", "reward") else LOSS
 
     @property
     def kinds(self) -> list[str]:
