@@ -18,16 +18,21 @@ import click
 def command(task: str, file: Path, size: int, seed: int, settings: tuple[str, ...]) -> None:
     """Write questions of reasoning-gym's TASK, such as chain_sum, to FILE, one a line.
 
-    A row has the prompt, the answer, and what a reward of kind gym knows the question by again.
+    A row has the prompt, the answer, and what a reward of kind gym knows the question by again. A question that was
+    drawn before is left out: what is held out should not be among what is learned.
     """
     from ironfn.rewards.gym import Task, rows
 
     if file.exists():
         raise ValueError(f"{file} is there already; give a new name, or remove it")
-    found = rows(Task(task, size, seed, dict(map(_setting, settings))))
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+    drawn = rows(Task(task, size, seed, dict(map(_setting, settings))))
+    found: dict[str, dict[str, Any]] = {}
+    for row in drawn:
+        found.setdefault(row["prompt"], row)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.values())
     file.write_text(lines, encoding="utf-8")
-    click.echo(f"{file}: {len(found):,} questions of {task}")
+    again = f", {len(drawn) - len(found):,} that came again left out" if len(found) < len(drawn) else ""
+    click.echo(f"{file}: {len(found):,} questions of {task}{again}")
 
 
 def _setting(text: str) -> tuple[str, Any]:

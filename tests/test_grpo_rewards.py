@@ -180,7 +180,9 @@ def test_questions_of_reasoning_gym_are_written_answered_and_graded(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
     said = done("data", "gym", "sums", "gym.jsonl", "--size", 20, "--seed", 3, "-s", "top=8")
-    assert said == "gym.jsonl: 20 questions of sums\n"
+    assert said == "gym.jsonl: 8 questions of sums, 12 that came again left out\n"
+    indices = [json.loads(line)["gym"]["index"] for line in Path("gym.jsonl").read_text().splitlines()]
+    assert indices == [*range(8)]
     assert "there already" in refused("data", "gym", "sums", "gym.jsonl")
     assert "cannot make 1000 of 'other'" in refused("data", "gym", "other", "more.jsonl")
     assert "NAME=VALUE" in refused("data", "gym", "sums", "more.jsonl", "-s", "size=3")
