@@ -260,6 +260,8 @@ def test_where_there_are_rewards_they_are_shown_and_not_the_loss(tmp_path: Path)
     assert blue[rows // 2 : middle.stop, : columns // 5].any()
     assert not blue[rows // 8 : rows // 3, : columns // 5].any()
     assert blue[middle.start : rows // 3, columns * 2 // 3 : columns * 9 // 10].any()
+    orange = (abs(picture[..., :3] - [0xC2 / 255, 0x41 / 255, 0x0C / 255]) < 0.05).all(axis=-1)
+    assert orange[: int(rows * 0.62), : columns // 12].any()  # the first evaluation, though it stands alone
 
 
 def test_plotting_leaves_no_state_and_needs_no_screen(tmp_path: Path) -> None:

@@ -33,12 +33,16 @@ class Series:
 
 @frozen
 class Chart:
-    """A chart over the steps. note: what a reader needs besides its title. wide: it takes the page's whole width."""
+    """A chart over the steps. note: what a reader needs besides its title. wide: it takes the page's whole width.
+
+    outliers: the share of values that may lie on the edge.
+    """
 
     title: str
     series: list[Series]
     note: str = ""
     wide: bool = False
+    outliers: float = 0.005
 
 
 def draw(chart: Chart, steps: tuple[int, int]) -> str:
@@ -48,7 +52,7 @@ def draw(chart: Chart, steps: tuple[int, int]) -> str:
     """
     drawn = [_thinned(each) for each in chart.series if each.points]
     across = Scale(steps[0], max(steps[1], steps[0] + 1))
-    up = fit([value for each in chart.series for _, value in each.points])
+    up = fit([value for each in chart.series for _, value in each.points], chart.outliers)
     paths = "".join(_path(each, across, up) for each in drawn)
     x_ticks, y_ticks = across.ticks(6 if chart.wide else 4), up.ticks(5 if chart.wide else 4)
     grid = "".join(f"M0 {_y(up, value)}H1000" for value in y_ticks)

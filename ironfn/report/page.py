@@ -132,7 +132,13 @@ def _charts(run: Run) -> str:
     subject, shown = run.subject, {*PLAIN, run.subject.train}
     own = sorted(name for kind, name in run.columns if kind == "train" and name not in shown and "/" not in name)
     charts = [
-        Chart(f"{subject.title} ({subject.unit})", _both(run, subject.train, subject.held), _note(run), wide=True),
+        Chart(
+            f"{subject.title} ({subject.unit})",
+            _both(run, subject.train, subject.held),
+            _note(run),
+            True,
+            subject.outliers,
+        ),
         Chart(TITLES["bits_per_byte"], _both(run, "bits_per_byte", "bits_per_byte")),
         *(Chart(TITLES[name], _smoothed(run, name)) for name in ("lr", "grad_norm", "tokens_per_s")),
         *(Chart(_title(name), _smoothed(run, name)) for name in own[:MORE_CHARTS]),

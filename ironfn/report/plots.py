@@ -49,7 +49,7 @@ def _draw_subject(axes: Any, run: Run) -> None:
         label = _with_last(kind, evaluated)
         _line(axes, evaluated, color=color, linewidth=1.2, marker=marker, markersize=4, label=label)
     drawn = (raw, *(run.column(kind, subject.held) for kind in run.kinds))
-    shown = fit([value for points in drawn for _, value in points])
+    shown = fit([value for points in drawn for _, value in points], subject.outliers)
     axes.set_ylim(shown.low, shown.high)
     axes.set_yscale("log" if shown.logarithmic else "linear")
     axes.set_ylabel(f"{subject.title.lower()} ({subject.unit})", color=INK)

@@ -15,16 +15,20 @@ from ironfn.report.series import Points, columns
 
 @frozen
 class Subject:
-    """What a run is about: a number of its training rows, one of its evaluations, and what both are called."""
+    """What a run is about: a number of its training rows, one of its evaluations, and what both are called.
+
+    outliers: the share of them that a picture may leave on its edge.
+    """
 
     train: str
     held: str
     title: str
     unit: str
+    outliers: float = 0.005
 
 
 LOSS = Subject("loss", "loss", "Loss", "nats per token")
-REWARD = Subject("reward", "accuracy", "Reward", "mean of the texts")
+REWARD = Subject("reward", "accuracy", "Reward", "mean of the texts", outliers=0.0)
 
 
 @frozen
