@@ -236,18 +236,31 @@ def test_the_plot_shows_the_loss_in_its_colour(tmp_path: Path) -> None:
     assert upper[rows // 2 :, columns // 2 : columns * 9 // 10].any()
 
 
-def test_where_there_are_rewards_they_are_shown_and_not_the_loss(tmp_path: Path) -> None:
-    """Rewards rise at a loss of nothing: low at the left, high at the right, and in the page's tiles and tables."""
-    with MetricsFile.new(tmp_path / "metrics.jsonl") as metrics:
+def rewarded(directory: Path, **more: float) -> str:
+    """Write a run whose reward rises from 0 to 0.8, and at evaluations to 0.909, and return its report."""
+    with MetricsFile.new(directory / "metrics.jsonl") as metrics:
         for step in range(101):
             common = {"step": step, "bits_per_byte": math.nan, "seconds": float(step)}
             if step:
+                extra = {"reward": step / 125, "truncated": 0.25, **more}
                 metrics.write(TrainRow(**common, loss=0.0, lr=1e-4, grad_norm=1.0, tokens_per_s=9.0, mfu=None, memory=1,
-                                       left=0.0, extra={"reward": step / 125, "truncated": 0.25}))  # fmt: skip
+                                       left=0.0, extra=extra))  # fmt: skip
             if step % 50 == 0:
                 metrics.write(EvaluationRow(**common, kind="validation", loss=math.nan, perplexity=math.nan, tokens=0,
                                             bytes=0, extra={"accuracy": step / 110, "pass_4": 0.75}))  # fmt: skip
-    written = write_report(tmp_path).read_text("utf-8")
+    return write_report(directory).read_text("utf-8")
+
+
+def test_what_is_called_a_reward_in_a_loss_is_not_what_a_run_is_about(tmp_path: Path) -> None:
+    """KTO's, to wit."""
+    written = rewarded(tmp_path)
+    assert "<dt>Training loss</dt><dd>0<" in written
+    assert "<h3>Reward</h3>" in written
+
+
+def test_where_there_are_rewards_they_are_shown_and_not_the_loss(tmp_path: Path) -> None:
+    """Rewards rise at a loss of nothing: low at the left, high at the right, and in the page's tiles and tables."""
+    written = rewarded(tmp_path, reward_std=0.1)
     assert "<dt>Training reward</dt><dd>0.8<" in written
     assert "<dt>Validation reward</dt><dd>0.909<small>0 at step 0, pass_4 0.75<" in written
     assert "<h3>Truncated</h3>" in written

@@ -77,8 +77,11 @@ class Run:
 
     @property
     def subject(self) -> Subject:
-        """Return what is to be seen first: a loss says nothing where a model learns by rewards."""
-        return REWARD if self.column("train", "reward") else LOSS
+        """Return what is to be seen first: a loss says nothing where a model learns by rewards for what it writes.
+
+        Those of a group differ, and the run says by how much; what KTO calls a reward is a part of its loss.
+        """
+        return REWARD if self.column("train", "reward_std") else LOSS
 
     @property
     def kinds(self) -> list[str]:
