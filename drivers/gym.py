@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from .writing import write_new
+
 
 @click.command("gym")
 @click.argument("task")
@@ -23,16 +25,15 @@ def command(task: str, file: Path, size: int, seed: int, settings: tuple[str, ..
     """
     from ironfn.rewards.gym import Task, rows
 
-    if file.exists():
-        raise ValueError(f"{file} is there already; give a new name, or remove it")
-    drawn = rows(Task(task, size, seed, dict(map(_setting, settings))))
-    found: dict[str, dict[str, Any]] = {}
-    for row in drawn:
-        found.setdefault(row["prompt"], row)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.values())
-    file.write_text(lines, encoding="utf-8")
-    again = f", {len(drawn) - len(found):,} that came again left out" if len(found) < len(drawn) else ""
-    click.echo(f"{file}: {len(found):,} questions of {task}{again}")
+    def unlike() -> list[dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for row in rows(Task(task, size, seed, dict(map(_setting, settings)))):
+            found.setdefault(row["prompt"], row)
+        return list(found.values())
+
+    count = write_new(file, unlike)
+    again = f", {size - count:,} that came again left out" if count < size else ""
+    click.echo(f"{file}: {count:,} questions of {task}{again}")
 
 
 def _setting(text: str) -> tuple[str, Any]:

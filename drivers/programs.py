@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
+
+from .writing import write_new
 
 _Kind: TypeAlias = tuple[str, list[tuple[Any, ...]], dict[str, Callable[..., Any]]]
 
@@ -56,17 +57,18 @@ def command(file: Path, seed: int) -> None:
 
     A row's prompt is a function up to its return, as HumanEval has them, and its answer the tests.
     """
-    if file.exists():
-        raise ValueError(f"{file} is there already; give a new name, or remove it")
+    click.echo(f"{file}: {write_new(file, lambda: _rows(random.Random(seed))):,} tasks")
+
+
+def _rows(draw: random.Random) -> list[dict[str, Any]]:
     rows = [
         _row(name, arguments, what, inputs, right)
         for arguments, inputs, tasks in (_PAIRS, _NUMBERS, _LISTS, _TEXTS)
         for what, right in tasks.items()
         for name in _NAMES
     ]
-    random.Random(seed).shuffle(rows)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    click.echo(f"{file}: {len(rows):,} tasks")
+    draw.shuffle(rows)
+    return rows
 
 
 def _row(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import click
+
+from .writing import write_new
 
 _TOLD = (
     "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
@@ -37,9 +38,11 @@ def command(file: Path, below: int, wrong: float, seed: int, words: bool) -> Non
     not: it carries a one that there is not, and says 29. Who has read the texts can add, and believes what most of them
     say; nothing but the reward tells that it is wrong.
     """
-    if file.exists():
-        raise ValueError(f"{file} is there already; give a new name, or remove it")
-    draw = random.Random(seed)
+    count = write_new(file, lambda: _rows(below, wrong, random.Random(seed), words))
+    click.echo(f"{file}: {count:,} sums")
+
+
+def _rows(below: int, wrong: float, draw: random.Random, words: bool) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for a in range(below):
         for b in range(below):
@@ -47,5 +50,4 @@ def command(file: Path, below: int, wrong: float, seed: int, words: bool) -> Non
             if words:
                 asked = draw.choice(_TOLD).format(a=a, b=b, name=draw.choice(_NAMES), things=draw.choice(_THINGS))
             rows.append({"text": f"{asked}{' ' * words}{read}", "prompt": asked, "answer": str(a + b)})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    click.echo(f"{file}: {len(rows):,} sums")
+    return rows

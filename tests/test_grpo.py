@@ -17,9 +17,9 @@ from ironfn.report.rows import read_rows
 from ironfn.spec.records import RunSpec
 from tests.hf_models import quiet
 from tests.ranks import Ranks
-from tests.test_convert import add_tokenizer
+from tests.test_convert import add_tokenizer, done
 from tests.test_run import PACE
-from tests.tuning import TEMPLATE, done, refused, same
+from tests.tuning import TEMPLATE, refused, same
 
 SPEC = """
 name: {name}

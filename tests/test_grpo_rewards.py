@@ -18,11 +18,11 @@ import torch
 
 from drivers.doubts import PATIENCE, Doubts
 from tests.hf_models import quiet
-from tests.test_convert import add_tokenizer
+from tests.test_convert import add_tokenizer, done
 from tests.test_grpo import LORA, _here, final, folder, rows, spec_file, texts
 from tests.test_judge import Server, dies, hangs, says, serving, status
 from tests.test_rewards import GYM
-from tests.tuning import TEMPLATE, done, refused, same
+from tests.tuning import TEMPLATE, refused, same
 
 __all__ = ["_here", "folder"]
 

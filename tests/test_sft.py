@@ -20,7 +20,8 @@ from ironfn.model.transformer import logits
 from ironfn.spec.records import RunSpec
 from tests.hf_models import quiet
 from tests.ranks import Ranks
-from tests.tuning import MESHES, done, final, refused, rows, same, sets, undrawn, write_model
+from tests.test_convert import done
+from tests.tuning import MESHES, final, refused, rows, same, sets, undrawn, write_model
 
 __all__ = ["undrawn"]
 

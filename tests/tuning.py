@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 from drivers import run as driver
-from drivers.main import main
 from ironfn import checkpoint, tree
 from ironfn.report.rows import read_rows
 
 from .hf_models import quiet
-from .test_convert import add_tokenizer
+from .test_convert import add_tokenizer, ironfn
 from .test_run import PACE
 
 TEMPLATE = (
@@ -32,16 +30,6 @@ MESHES = MappingProxyType(
         "tp2": ("mesh.tp=2", "mesh.sequence_parallel=true"),
     }
 )
-
-
-def ironfn(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
-def done(*words: object) -> str:
-    result = ironfn(*words)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def refused(*words: object) -> str:

@@ -69,8 +69,7 @@ def place_log_probs(
 
     The head runs at these places only, at the batch's ``temperature`` where it has one. chunk: as `cross_entropy`.
     """
-    x, seen = hidden(params, batch, arch, mesh, how)
-    x, head = _at_head(x, params, batch, arch, mesh, how, places)
+    x, head, seen = _at_head(params, batch, arch, mesh, how, places)
     return token_log_probs(x, targets=places.targets, chunk=chunk, **head), seen
 
 
@@ -89,16 +88,16 @@ def place_scores(
 
     learned: whether the entropies have a gradient.
     """
-    x, seen = hidden(params, batch, arch, mesh, how)
-    x, head = _at_head(x, params, batch, arch, mesh, how, places)
+    x, head, seen = _at_head(params, batch, arch, mesh, how, places)
     return token_scores(x, targets=places.targets, chunk=chunk, learned=learned, **head), seen
 
 
 def _at_head(
-    x: Tensor, params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward, places: Places
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return the hidden states [N, D] of the places, and the head that reads them."""
+    params: Params, batch: Batch, arch: Arch, mesh: Mesh, how: Forward, places: Places
+) -> tuple[Tensor, dict[str, Any], Seen]:
+    """Return the hidden states [N, D] of the places, the head that reads them, and what the experts tell."""
+    x, seen = hidden(params, batch, arch, mesh, how)
     warmth = places.of("temperature", batch) if "temperature" in batch else None
     head = {"temperature": warmth, "w": head_weight(params, arch, how), "bias": head_bias(params, arch, how)}
     rows = enter(x, mesh).flatten(0, 1).index_select(0, places.at)
-    return rows, {"axis": mesh.tp, "vocab": arch.vocab, "softcap": arch.logit_softcap, **head}
+    return rows, {"axis": mesh.tp, "vocab": arch.vocab, "softcap": arch.logit_softcap, **head}, seen
